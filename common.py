@@ -1,0 +1,659 @@
+"""What the five scripts share: loading and saving models, the verifier, and per-token log-probs and entropies."""
+
+from dataclasses import asdict
+from datasets import load_dataset
+from fractions import Fraction
+from pathlib import Path
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+import contextlib
+import functools
+import inspect
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import torch
+import torch.nn.functional as F
+
+
+class BadInput(ValueError):
+    """What the user gave cannot be used. The message is one sentence that says what to do; scripts exit with 2."""
+
+
+# --- data ---
+BENCHMARKS = {  # name: hub id, configuration, split
+    "gsm8k": ("openai/gsm8k", "main", "test"),
+    "math500": ("HuggingFaceH4/MATH-500", None, "test"),
+    "amc23": ("math-ai/amc23", None, "test"),
+    "minerva": ("math-ai/minervamath", None, "test"),
+    "aime24": ("HuggingFaceH4/aime_2024", None, "train"),
+    "aime25": ("math-ai/aime25", None, "test"),
+}
+
+
+def load_rows(source, config, split):
+    """The rows of a benchmark by name, a hub dataset, a .jsonl file, or a folder's <split>.jsonl, as a list of dicts."""
+    source, config, split = BENCHMARKS.get(source, (source, config, split))
+    path = Path(source, f"{split}.jsonl") if Path(source).is_dir() else Path(source)
+    try:
+        if path.suffix == ".jsonl":
+            return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        return list(load_dataset(source, config, split=split))
+    except Exception as error:  # no such file, a broken line, no network, ...: every library has errors of its own
+        raise BadInput(f"cannot read the dataset {path}: {str(error).strip().splitlines()[0]}") from error
+
+
+# --- models ---
+# bf16 halves the memory of weights and cache; float32_masters keeps what it would lose.
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+
+
+def load_model(name, device, trainable=True):
+    """Load a causal language model and its tokenizer from the hub or a local folder.
+
+    Dropout is 0 everywhere, in train mode too: the ratio must be 1 before the first update. trainable=False freezes
+    the weights, so that no gradient or optimizer memory is spent on them. Raises BadInput if nothing can be loaded.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadInput(f"--device {device}: torch sees no CUDA device here; use --device cpu")
+    try:
+        config = AutoConfig.from_pretrained(name)
+        for key, value in vars(config).items():  # attn_pdrop, hidden_dropout, layerdrop, ...: each family has its own
+            if "drop" in key and isinstance(value, float):
+                setattr(config, key, 0.0)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=DTYPES.get(device.type, torch.float32))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise BadInput(f"cannot load the model {name}, as a local folder or from the hub: {reason}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model.to(device).requires_grad_(trainable).eval(), tokenizer
+
+
+def stop_token_ids(model, tokenizer):
+    """The ids that end a response: the tokenizer's eos, the generation config's, the chat template's end of turn."""
+    ids = {tokenizer.eos_token_id}
+    configured = model.generation_config.eos_token_id  # an int, a list or None
+    ids.update(configured if isinstance(configured, list) else [configured])
+    if tokenizer.chat_template:
+        # A turn may end with a token that is not the eos (Llama, Qwen): see what the template writes after an answer.
+        turn = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
+        after = tokenizer.apply_chat_template(turn, tokenize=False).rpartition("ANSWER")[2]
+        first = tokenizer(after, add_special_tokens=False).input_ids[:1]
+        ids.update(set(first) & set(tokenizer.all_special_ids))
+    return sorted(ids - {None})
+
+
+def encode_prompt(tokenizer, text):
+    """Token ids of a prompt: the chat template's, or those of a plain question for a base model without one.
+
+    The template writes its own BOS if it wants one, the tokenizer adds it otherwise: exactly one either way.
+    """
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": text}]
+        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    return tokenizer(f"Question: {text}\nAnswer:").input_ids
+
+
+def float32_masters(model):
+    """Float32 copies of a model's weights, for the optimizer: in bf16, an update of 1e-6 on a weight of 1 rounds away.
+
+    Gradients are handed to the copies as soon as they are complete, summed there in float32 over micro-batches, and
+    freed on the model's side. The copies of float32 weights share their storage and cost nothing.
+    """
+    masters = []
+    for weight in model.parameters():
+        master = weight.detach().float()
+
+        def hand_over(weight, master=master):
+            grad = weight.grad.float()
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            weight.grad = None
+
+        weight.register_post_accumulate_grad_hook(hand_over)
+        masters.append(master)
+    return masters
+
+
+@torch.no_grad()
+def copy_masters(masters, model):
+    """Round the float32 masters into the model's weights, after an optimizer step."""
+    for master, weight in zip(masters, model.parameters()):
+        weight.copy_(master)
+
+
+# --- runs and checkpoints ---
+# A resume with another one of these would not be the same run; other flags may change, and are named.
+FIXED = ("script", "model", "dataset", "dataset_config", "instruction", "seed", "prompts_per_step", "group_size",
+         "max_prompt_tokens")  # fmt: skip
+
+
+def open_run(folder, script, args):
+    """Claim an output folder for a run of a script, or, with --resume, find where the run in it goes on.
+
+    Returns (log, checkpoint, step, state): metrics.jsonl open for appending, without the lines past the checkpoint;
+    the newest whole checkpoint's folder, its step and its state, or None, 0 and None for a run from the start. The
+    folder gets config.json and a copy of the script. BadInput if it holds another run.
+    """
+    metrics, config = folder / "metrics.jsonl", {"script": Path(script).stem, **asdict(args)}
+    if metrics.exists() and metrics.stat().st_size and not args.resume:
+        raise BadInput(f"{folder} holds a run: add --resume to go on with it, or choose another --output_dir")
+    if args.resume and not (folder / "config.json").exists():
+        raise BadInput(f"--resume: there is no run in {folder}")
+    checkpoint, step, state = None, 0, None
+    if args.resume:
+        old = json.loads((folder / "config.json").read_text())
+        changed = {key: f"{old.get(key)} -> {new}" for key, new in config.items() if old.get(key) != new}
+        if not changed.keys().isdisjoint(FIXED):
+            raise BadInput(f"--resume: the run in {folder} is another one ({changed}); choose another --output_dir")
+        for key in changed.keys() - {"resume", "output_dir", "device"}:
+            print(f"resuming with another --{key}: {changed[key]}")
+        checkpoint, step, state = load_checkpoint(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = []
+        for line in metrics.read_text().splitlines() if checkpoint else []:
+            if not line.endswith("}") or json.loads(line)["step"] > step:
+                break  # from here on the steps are taken again; a kill can leave half a line
+            kept.append(line + "\n")
+        metrics.with_suffix(".tmp").write_text("".join(kept))
+        metrics.with_suffix(".tmp").replace(metrics)
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+        shutil.copy(script, folder)
+        return open(metrics, "a", buffering=1), checkpoint, step, state
+    except OSError as error:
+        raise BadInput(f"cannot write to --output_dir {folder}: {error}") from error
+
+
+def save_checkpoint(run, step, model, tokenizer, masters, optimizer):
+    """Write run/checkpoint-<step>: a Hugging Face folder, the float32 masters and the optimizer's state.
+
+    It is written aside and renamed when whole: a kill at any moment leaves the earlier ones as they were. The last two
+    are kept. BadInput if it cannot be written, on a full disk for one.
+    """
+    folder, aside = Path(run) / f"checkpoint-{step}", Path(run) / "checkpoint.tmp"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        torch.save({"masters": masters, "optimizer": optimizer.state_dict()}, aside / "optimizer.pt")
+        sizes = {file.name: file.stat().st_size for file in aside.iterdir()}
+        (aside / "whole.json").write_text(json.dumps({"step": step, "sizes": sizes}))
+    except Exception as error:  # OSError, and what safetensors and torch.save make of a full disk
+        shutil.rmtree(aside, ignore_errors=True)
+        raise BadInput(f"cannot save {folder}: {error}; earlier checkpoints are whole: make room, then --resume") from error
+    shutil.rmtree(folder, ignore_errors=True)  # a broken one of the same step, passed over at a resume
+    aside.rename(folder)
+    for old in checkpoints(run)[:-2]:
+        shutil.rmtree(old)
+
+
+def checkpoints(run):
+    """The checkpoint folders of a run, oldest first."""
+    return sorted(Path(run).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+
+
+def load_checkpoint(run):
+    """The newest whole checkpoint of a run: (folder, step, state), or (None, 0, None); says which it passes over."""
+    for folder in reversed(checkpoints(run)):
+        try:
+            whole = json.loads((folder / "whole.json").read_text())
+            if all((folder / name).stat().st_size == size for name, size in whole["sizes"].items()):
+                return folder, whole["step"], torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
+        except (OSError, ValueError):
+            pass
+        print(f"{folder} is not whole: passed over")
+    print(f"{run} has no whole checkpoint: starting from step 0")
+    return None, 0, None
+
+
+@torch.no_grad()
+def restore(state, masters, optimizer):
+    """Put a checkpoint's state back, if there is one: the float32 masters and the optimizer's moments."""
+    if state is None:
+        return
+    for master, saved in zip(masters, state["masters"]):
+        master.copy_(saved)
+    optimizer.load_state_dict(state["optimizer"])
+
+
+# --- the verifier -----------------------------------------------------------------------------------------------------
+# README.md has the table of what counts as equal. The cheap checks come first: integers, then equal strings after one
+# and the same rewriting of gold and answer, then exact fractions, then lists item by item. Only what is left goes to the
+# math-verify library, in a process of its own. Model text is never evaluated, and it is cut before anything slow.
+
+MAX_CHARS = 500  # a longer answer is no answer; the longest gold of GSM8K, MATH-500, AMC, AIME and Minerva has 91
+MAX_DEPTH = 12  # brackets inside brackets: the library's parser takes minutes over deep nesting
+TOLERANCE = Fraction(1, 10**6)  # relative, and for decimals only: 0.3333333 is 1/3, 0.333 is not
+LIMIT = 1.3  # seconds that one verdict may spend in the library. Wall clock, since the training step waits: usual ones
+# take 0.02 to 0.2, so that a machine some six times slower still pays a right answer; the rest earn 0 and are counted.
+OR = " ||| "  # between the alternatives of a gold that has several
+
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# Right after ####, and not the front of something else: 42 eggs is 42, but 10^6 is not 10 and 41,42 is not 41.
+HASHES = re.compile(r"[\s*$]*([+-]?\$?(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d+)?(?:/\d+)?)(?![\d^/]|[-.,:e]\d)", re.ASCII)
+NUMBER = re.compile(  # sign, whole part of a mixed number, decimal or numerator, denominator, power of ten
+    r"([+-]?) ?(?:(\d+) (?=\d+/))?((?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:/(\d+))?"
+    r"(?:(?:[eE]|(?:\\times|\\cdot|x|\*) ?10\^)\{?([+-]?\d{1,3})\}?)?",
+    re.ASCII,
+)
+SYMBOLS = {"−": "-", "–": "-", "²": "^2", "³": "^3", "°": r"^\circ", "×": r"\times ", "·": r"\cdot ", "π": r"\pi "}
+SYMBOLS |= {"∞": r"\infty ", "∪": r"\cup "}  # one by one: Unicode's own NFKC would also turn 1⁸ into 18
+REWRITES = [  # in this order
+    (r"√ ?(\d+|[a-z]|\([^()]*\))", r"\\sqrt{\1}"),
+    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-z])|\\! ?", ""),  # how it looks, not what it is
+    (r"\\?[$%]|[£€]|\\[()]", ""),  # currency and percent are units: 28 % is 28, and so it is not 0.28
+    (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-z])|~|\s+", " "),  # all kinds of space, but not the \\ that ends a matrix' row
+    (r"\{,\}", ","),
+    (r",? ?\\(?:text|mbox)\{,? ?(?:and|or) ?\} ?|,? (?:and|or) |, ", ";"),  # "1, 234" is two numbers, "1,234" is one
+    (r"\\[dtc]frac", r"\\frac"),
+    (r"\\(frac|sqrt) ?(\d)", r"\\\1{\2}"),  # \frac12 and \sqrt2
+    (r"(\\frac\{[^{}]*\}) ?(\d)", r"\1{\2}"),
+    (r"(?:\^ ?\{? ?\\circ ?\}?|\\degree) ?[CF]?(?![a-zA-Z])", ""),
+    (r"([_^])\{(\w)\}", r"\1\2"),
+]
+REWRITES = [(re.compile(pattern), new) for pattern, new in REWRITES]
+# A unit at the end: any \text{...}, or words of three letters and more. One bare letter may be a variable: 2k, 7.6Z.
+UNIT = re.compile(
+    r"(?:(?<=[\w})])(?: ?\\cdot)? ?\\(?:text|mbox|mathrm(?!\{[ei]\}))\{[^{}]*\}"
+    r"|(?<=[\d}]) \(?(?:[a-zA-Z]{3,}|[cmk]m|kg|ft|lb|oz|hr|Hz)\b[a-zA-Z /]*\)?)(?:\^(?:\{-?\d\}|\d))?$",
+    re.ASCII,
+)
+NO_UNIT = re.compile(  # unless a word there changes the number or takes it back, or offers another
+    r"\b(?:not?|x?or|and|is|isn|wrong|incorrect|plus|minus|times|over|hundred|thousand|\w*illion|dozen)\b"
+    r"|\b(?:sin|cos|tan|log|exp)\b|[,;:!?]|(?<![\^{-])\d(?!\D*$)"
+)
+WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' -]*[A-Za-z])?")
+NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_\w|_\{\w+\})?(?:\([A-Za-z]\))?|\([a-z](?:[,;][a-z])+\)"
+ASSIGNMENT = re.compile(rf"({NAME})(?:=|\\in(?![a-z]))([^=<>]+)")
+RELATION = re.compile(r"[=<>]|\\(?:[lg]eq?|neq?|equiv|approx|sim|cong|in|to|propto)(?![a-z])")
+ARGUMENTS = re.compile(
+    r"\\(?:frac|binom)\{[^{}]*\}\{[^{}]*\}|(?:\\(?!frac|binom)[a-zA-Z]+(?:\[\w+\])?|[_^])\{[^{}]*\}"
+)
+MISREAD = re.compile(  # what the library gets wrong if it is asked
+    r"[^ -~]|[?#@:\"]|\\(?:text|mbox|[hv]?phantom|hspace)"  # it drops what it cannot read
+    r"|(?<!_)\d(?: |[\[\]]|\\[{}])+\d|\d[_']|\d [a-zA-Z]{2}"  # it adds up neighbours, 9 9 is 18, and drops the base of 52_8
+    r"|\d[eE][+-]?\d|(?<![a-zA-Z\\])(?!arc|sinh|cosh|tanh|sqrt|[pbv]matrix)[a-zA-Z]{4}"  # 3·e·8; listen is silent
+)
+
+
+def last_answer(completion):
+    """The content of the last box, else the number right after the last ####, else None."""
+    boxes = list(BOX.finditer(completion))
+    if not boxes:
+        _, hashes, rest = completion.rpartition("####")
+        return (HASHES.match(rest[:MAX_CHARS]) or [0, None])[1] or None if hashes else None
+    depth, body = 1, completion[boxes[-1].end() :][: MAX_CHARS + 1]
+    for brace in re.finditer(r"\\.|[{}]", body, re.DOTALL):  # \\. steps over \{ and \}, which are no groups
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return body[: brace.start()].strip() or None
+    return None  # never closed: the completion was cut off there, and an earlier box was not its last word
+
+
+@functools.lru_cache(maxsize=10_000)
+def rewrite(text):
+    """One spelling for all the spellings of an answer."""
+    for symbol, latex in SYMBOLS.items():
+        text = text.replace(symbol, latex)
+    for pattern, new in REWRITES:
+        text = pattern.sub(new, text)
+    text = re.sub(r"[.,;]$", "", text.strip()).strip()
+    text = re.sub(r"^\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]*)\}$", r"\1", text).strip(" .")
+    while (unit := UNIT.search(text)) and not NO_UNIT.search(unit[0]):
+        text = text[: unit.start()].strip(" .")
+    text = re.sub(r"^\(([A-Z])\)$", r"\1", text)  # a choice: (B) is B
+    text = re.sub(r"(?<!\w) | (?!\w)", "", text)  # the space in 9 9 or \pi r has a meaning
+    return text.lower() if len(text) > 1 and WORDS.fullmatch(text) else text
+
+
+def number(text):
+    """(exact value, whether it was written as a decimal), or None."""
+    text = re.sub(r"\\frac\{(-?\d+)\}\{(\d+)\}", r" \1/\2", text).strip()
+    match = NUMBER.fullmatch(re.sub(r"^([+-]?)10\^", r"\g<1>1x10^", text))
+    if not match or match[4] and int(match[4]) == 0:
+        return None
+    sign, whole, top, bottom, power = match.groups()
+    value = (int(whole or 0) + Fraction(re.sub("[ ,]", "", top)) / int(bottom or 1)) * Fraction(10) ** int(power or 0)
+    return -value if sign == "-" else value, value.denominator > 1 and ("." in top or power is not None)
+
+
+def split(text):
+    """The text cut at its outermost commas; None if its brackets do not match or go too deep."""
+    depth, items = 0, [""]
+    for char in text:
+        depth += (char in "([{") - (char in ")]}")
+        if not 0 <= depth <= MAX_DEPTH:
+            return None
+        if char in ",;" and depth == 0:
+            items.append("")
+        else:
+            items[-1] += char
+    return items if depth == 0 else None
+
+
+def as_list(text):
+    """'(1,2]' -> ('(]', ['1', '2']); '1,2' and '\\{1,2\\}' -> ('', ['1', '2']); '3\\pm1' -> ('', ['3+1', '3-1'])."""
+    brackets, items = "", split(text) or [text]
+    if len(items) == 1 and (match := re.fullmatch(r"(\(|\[|\\\{)(.+?)(\)|\]|\\\})", text)):
+        inner = split(match[2])
+        if inner and (len(inner) > 1 or match[1] == r"\{"):
+            brackets, items = match[1] + match[3], inner
+    if brackets not in ("", r"\{\}"):
+        return brackets, items
+    return "", [item.replace(r"\pm", s) for item in items for s in ("+-" if item.count(r"\pm") == 1 else [r"\pm"])]
+
+
+def same(gold, text):
+    """Whether two rewritten answers are equal. They are not interchangeable: the gold says which form is asked for."""
+    if gold == text:
+        return True
+    a, b = number(gold), number(text)
+    if a and b:  # exactly, unless one is a decimal fraction
+        return a[0] == b[0] or (a[1] or b[1]) and abs(a[0] - b[0]) <= TOLERANCE * abs(a[0])
+    gold_relates, relates = bool(RELATION.search(gold)), bool(RELATION.search(text))
+    gold_named, named = ASSIGNMENT.fullmatch(gold), ASSIGNMENT.fullmatch(text)
+    if gold_named and named:
+        return gold_named[1] == named[1] and same(gold_named[2], named[2])
+    if named and not gold_relates or gold_named and not relates:
+        return same(gold_named[2] if gold_named else gold, named[2] if named else text)
+    (gold_brackets, golds), (brackets, texts) = as_list(gold), as_list(text)
+    if len(golds) > 1 or len(texts) > 1:
+        if gold_brackets != brackets or len(golds) != len(texts):
+            return False  # this stops spraying: 41,42 is not 42
+        if brackets:
+            return all(map(same, golds, texts))
+        for item in golds:  # a bare list or a set, in any order
+            found = next((other for other in texts if same(item, other)), None)
+            if found is None:
+                return False
+            texts.remove(found)
+        return True
+    if gold_relates != relates:  # 17 = 18 is neither 17 nor 18
+        return False
+    return readable(gold) and readable(text) and library_equal(gold, text)
+
+
+def readable(text):
+    """Whether the library may be asked, because it will not have to guess."""
+    if MISREAD.search(text) or WORDS.fullmatch(text) or split(text) is None:
+        return False
+    while (shorter := ARGUMENTS.sub("a", text)) != text:
+        text = shorter
+    return not re.search(r"(?<!\\)[{}]", text)  # {9}{9}: braces around no command's argument, added up too
+
+
+def library_worker(fd, limit):
+    """Runs in a process of its own, from its source, so that nothing of the caller's is imported there. It imports the
+    library once, then forks a child for every verdict. The kernel kills a child that runs out of time, whatever it is
+    doing, and no memory of it is left behind."""
+    import json
+    import os
+    import resource
+    import signal
+    import socket
+
+    import sympy
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    latex = NormalizationConfig(basic_latex=True, malformed_operators=True, boxed="none")
+    config = [LatexExtractionConfig(normalization_config=latex)]  # no other extraction: it pays any last number
+
+    def equal(gold, text):
+        gold, text = (parse(f"${s}$", config, fallback_mode="no_fallback", parsing_timeout=None) for s in (gold, text))
+        if not (gold and text and verify(gold, text, timeout_seconds=None)):
+            return False
+        a, b = gold[0], text[0]
+        if not all(isinstance(x, sympy.Expr) and x.is_number for x in (a, b)):
+            return True
+        a, b = a.doit(), b.doit()  # the library rounds to 15 digits behind the point, so that 10^{-20} is 10^{-30}
+        if a.is_Rational and b.is_Rational:
+            return a == b
+        return bool(abs(sympy.N(a - b, 30)) <= 1e-6 * abs(sympy.N(a, 30)))
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # by default an alarm kills
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+    equal(r"\frac{x^2}{2}+\sqrt{3}", r"x\cdot\frac{x}{2}+\sqrt3")  # fills the parser's tables, for all the children
+    control = socket.socket(fileno=fd)
+    control.sendall(b"r")  # ready
+    while fds := socket.recv_fds(control, 1, 1)[1]:  # a socket for every question, and none once the caller is gone
+        if os.fork() == 0:
+            signal.setitimer(signal.ITIMER_REAL, limit)
+            with socket.socket(fileno=fds[0]) as question:
+                try:
+                    answer = equal(*json.loads(question.recv(2**16)))
+                except BaseException:  # RecursionError and MemoryError too: unreadable is not equal
+                    answer = False
+                question.sendall(b"1" if answer else b"0")
+            os._exit(0)
+        os.close(fds[0])
+
+
+WORKER_SOURCE = inspect.getsource(library_worker)  # read now: the file may be edited while a run lasts
+library = {"process": None, "socket": None, "timeouts": 0}
+library_lock = threading.Lock()
+budget = threading.local()  # .seconds that this thread's verdict may still spend in the library
+
+
+def start_library():
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-c", f"{WORKER_SOURCE}\nlibrary_worker({theirs.fileno()}, {LIMIT})"]
+    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    library["process"] = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True, **quiet)
+    library["socket"] = ours  # it closes when this process ends, however it ends, and then the worker ends as well
+    theirs.close()
+    ours.settimeout(60)
+    if ours.recv(1) != b"r":
+        raise RuntimeError("the verifier's process did not start; is math-verify installed? pip install math-verify")
+
+
+@functools.lru_cache(maxsize=10_000)
+def library_equal(gold, text):
+    """Asks the worker. Raises TimeoutError, which the cache does not keep."""
+    for _ in range(2):  # once more if somebody killed the worker
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.sendall(json.dumps([gold.replace(";", ","), text.replace(";", ",")]).encode())
+            with library_lock:
+                if library["process"] is None or library["process"].poll() is not None:
+                    start_library()
+                with contextlib.suppress(OSError):
+                    socket.send_fds(library["socket"], [b"?"], [theirs.fileno()])
+            theirs.close()
+            asked = time.monotonic()
+            ours.settimeout(max(budget.seconds, 0.001))
+            try:
+                reply = ours.recv(1)
+            except TimeoutError:
+                with library_lock:
+                    library["timeouts"] += 1
+                raise
+            except ConnectionError:  # the worker died before it took the question
+                reply = b""
+            budget.seconds -= time.monotonic() - asked
+        if reply:
+            return reply == b"1"
+    return False  # the library crashed on it
+
+
+def verify_timeouts():
+    """How many verdicts ran out of time so far. Each earned 0; many of them mean a busy machine or a hostile policy."""
+    return library["timeouts"]
+
+
+def gold_answer(raw):
+    """The dataset's answer column as the string that verify compares with; BadInput if no answer could ever match it.
+    27.0 is 27; of a solution the last box counts, else what stands after ####; a list holds alternatives."""
+    if isinstance(raw, list) and raw:
+        return OR.join({rewrite(gold): gold for gold in map(gold_answer, raw)}.values())
+    if isinstance(raw, float) and raw.is_integer():
+        raw = int(raw)
+    if isinstance(raw, bool) or not isinstance(raw, (str, int, float)):
+        raise BadInput(f"the gold {str(raw)[:60]!r} is no answer: a string, a number or a list of them is needed")
+    return read_gold(str(raw))
+
+
+@functools.lru_cache(maxsize=20_000)
+def read_gold(raw):
+    if OR in raw:
+        return OR.join(map(read_gold, raw.split(OR)))
+    text = raw.strip()
+    if BOX.search(raw):
+        text = last_answer(raw) or ""
+    elif "####" in raw:
+        text = last_answer(raw) or raw.rpartition("####")[2].strip()
+    if (
+        text.lower() in ("nan", "none", "null", "inf", "-inf")
+        or len(re.findall(r"(?<!\\)\b[A-Za-z]{2,}", text[:MAX_CHARS])) > 8  # a solution in words, without a box or ####
+        or not re.search(r"\w", rewrite(text[:MAX_CHARS]))
+        or last_answer(rf"\boxed{{{text}}}") != text  # too long, or braces that do not close
+    ):
+        raise BadInput(f"the gold {raw[:60]!r} has no answer that can be read")
+    return text
+
+
+def verify(completion: str, answer: str) -> float:
+    """1.0 if the completion's last box, else the number after its last ####, equals the answer, else 0.0."""
+    golds = gold_answer(answer)
+    text = last_answer(completion) if isinstance(completion, str) else None
+    if text is None:
+        return 0.0
+    if text.isascii() and text.isdigit() and golds.isascii() and golds.isdigit():
+        return float(int(text) == int(golds))
+    budget.seconds = LIMIT
+    try:
+        return float(any(same(rewrite(gold), rewrite(text)) for gold in golds.split(OR)))
+    except TimeoutError:
+        return 0.0
+
+
+# --- log-probs and entropies ---
+# Tokens whose logits exist at once. CPU: measured, smaller is slower, larger gains little. GPU (not measured): larger,
+# as every chunk reads and writes the head and its gradient; at V = 152k a chunk is 622 MB, and two or three exist at once.
+CHUNK_TOKENS = {"cpu": 128, "cuda": 1024}
+
+
+class ChunkedLogps(torch.autograd.Function):
+    """log p(target), entropy of p = softmax(z): z = scale x or cap tanh(scale x / cap), x = hidden @ weight.T + bias.
+
+    No (N, V) tensor ever exists, backward makes each chunk's z and p a second time. With g = dL/dlogp:
+        logp = z[target] - log sum_v exp(z_v)                      so  dL/dz_v = g (1[v = target] - p_v)
+        dz/dx = scale, under a cap scale (1 - (z / cap)^2)         so  dL/dx = dL/dz dz/dx
+        dL/dhidden = dL/dx @ weight, dL/dweight = sum over chunks of (dL/dx).T @ hidden, dL/dbias = sum of dL/dx
+    """
+
+    @staticmethod
+    def logits(hidden, weight, bias, scale, cap):
+        z = F.linear(hidden, weight, bias).float()  # (C, V): the matmul in the weights' precision, all else in float32
+        if scale != 1:
+            z *= scale
+        return z if cap is None else z.div_(cap).tanh_().mul_(cap)
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, scale, cap):
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.scale, ctx.cap, size = scale, cap, CHUNK_TOKENS.get(hidden.device.type, 128)
+        ctx.chunks = [slice(i, i + size) for i in range(0, len(hidden), size)]
+        logps = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)  # (N,)
+        entropies = torch.empty_like(logps)
+        for c in ctx.chunks:
+            logq = ChunkedLogps.logits(hidden[c], weight, bias, scale, cap).log_softmax(-1)  # (C, V)
+            logps[c] = logq.gather(-1, targets[c, None]).squeeze(-1)
+            entropies[c] = logq.exp().mul_(logq).sum(-1).neg()
+            del logq  # or it stays beside the next chunk's
+        ctx.mark_non_differentiable(entropies)
+        return logps, entropies
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g, _):
+        hidden, weight, bias, targets = ctx.saved_tensors
+        # Summed in float32, as bf16 would round once a chunk: one (V, H) buffer, 1.2 GB at V = 152k and H = 2,048.
+        d_hidden, d_weight, d_bias = (
+            torch.zeros_like(x, dtype=torch.float32) if needed else None  # a frozen head costs nothing
+            for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad)
+        )
+        g = g[:, None] * ctx.scale  # (N, 1)
+        for c in ctx.chunks:
+            z = ChunkedLogps.logits(hidden[c], weight, bias, ctx.scale, ctx.cap)  # (C, V)
+            dx = z.softmax(-1).mul_(-g[c]).scatter_add_(-1, targets[c, None], g[c])  # (C, V)
+            if ctx.cap is not None:
+                dx *= 1 - (z / ctx.cap) ** 2
+            dx = dx.to(weight.dtype)
+            if d_hidden is not None:
+                d_hidden[c] = dx @ weight
+            if d_weight is not None and weight.dtype == torch.float32:
+                d_weight.addmm_(dx.T, hidden[c])  # adds in place
+            elif d_weight is not None:
+                d_weight += dx.T @ hidden[c]  # through a (V, H) temporary in bf16: addmm_ does not mix precisions
+            if d_bias is not None:
+                d_bias += dx.sum(0)
+            del z, dx
+        return *(d if d is None else d.to(weight.dtype) for d in (d_hidden, d_weight, d_bias)), None, None, None
+
+
+@torch.no_grad()
+def logit_map(model, ids):
+    """(scale, cap) that lead from the head's output to model(...).logits, None if these follow in any other way.
+
+    Families differ there (Granite and Cohere scale, Gemma caps), so the model is asked, not its name: in a forward of a
+    few tokens a hook puts known numbers in place of the head's output, and the logits show what becomes of them.
+    """
+    base, head, seen = model.get_decoder(), model.get_output_embeddings(), []
+    if type(head) is not torch.nn.Linear:  # also what an adapter or a quantizer puts in its place, at any time
+        return None
+    if not hasattr(model, "_logit_map"):  # remembered on the model: copied with it, and gone with it
+        x = torch.linspace(-100, 100, head.out_features, device=ids.device)  # (V,)
+        x[0], x[1] = 2.0**-10, 2.0**40  # so small that no cap shows, so large that nothing else does
+
+        def swap(module, args, output):
+            seen.append(args[0])
+            return x.expand(output.shape).clone()
+
+        hook = base.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+        with hook, head.register_forward_hook(swap):  # removed at the end, whatever happens
+            y = model(ids, use_cache=False).logits.float()  # (1, tokens, V)
+        scale, cap = y[0, 0, 0].item() * 2**10, y[0, 0, 1].item()
+        cap = cap if cap < 2**20 else None
+        expected = scale * x if cap is None else cap * torch.tanh(scale * x / cap)
+        known = len(seen) == 2 and torch.equal(*seen) and torch.allclose(y, expected.expand_as(y), rtol=1e-5)
+        model._logit_map = (scale, cap) if known else None
+    return model._logit_map
+
+
+def token_logps_and_entropies(model, input_ids, attention_mask, completion_len, temperature=1.0):
+    """Log-probs of the last completion_len tokens, and full-vocabulary entropies, under softmax(logits / temperature).
+
+    Both (B, T) float32; the entropies carry no gradient. The (B, T, V) logits never exist: the head works on a chunk of
+    tokens at a time, and again in backward. That fourth product with the head is less time than all the memory took.
+    """
+    predicting = slice(-completion_len - 1, -1)  # position t predicts token t + 1
+    targets = input_ids[:, -completion_len:]  # (B, T)
+    positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)  # (B, S): left padding shifts no token
+    if known := logit_map(model, input_ids[:1, -4:]):
+        scale, cap = (x if x is None else x / temperature for x in known)  # a cap on logits / T is cap / T
+        hidden = model.get_decoder()(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
+        ).last_hidden_state[:, predicting]  # (B, T, H)
+        head = model.get_output_embeddings()
+        both = ChunkedLogps.apply(hidden.flatten(0, 1), head.weight, head.bias, targets.flatten(), scale, cap)
+        return tuple(x.view(targets.shape) for x in both)
+
+    def one_row(ids, mask, positions, target):  # any other model: right but slower, one row's logits at a time
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits  # (1, S, V)
+        logq = (logits[:, predicting].float() / temperature).log_softmax(-1)  # (1, T, V)
+        return logq.gather(-1, target[..., None]).squeeze(-1), torch.special.entr(logq.detach().exp()).sum(-1)
+
+    rows = zip(*(x.split(1) for x in (input_ids, attention_mask, positions, targets)))
+    both = zip(*(checkpoint(one_row, *row, use_reentrant=False) for row in rows))
+    return tuple(torch.cat(x) for x in both)
