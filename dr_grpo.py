@@ -16,7 +16,6 @@ not mind, --max_grad_norm binds less often.
     python dr_grpo.py --model Qwen/Qwen2.5-3B       GSM8K on one 80 GB GPU
 """
 
-
 import json
 import sys
 import time

@@ -20,7 +20,6 @@ drift is, so in groups without variance it amplifies noise; a small --progress_w
     python ep_grpo.py --model Qwen/Qwen2.5-3B       GSM8K on one 80 GB GPU
 """
 
-
 import json
 import sys
 import time

@@ -16,7 +16,6 @@ in both functions and two flags. In the middle neither property holds; each is v
     python length_alpha.py --model Qwen/Qwen2.5-3B --alpha 0.5      GSM8K on one 80 GB GPU
 """
 
-
 import json
 import sys
 import time

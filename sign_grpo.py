@@ -16,7 +16,6 @@ collapse to 0; then a smaller --learning_rate, a larger group, a --beta above 0,
     python sign_grpo.py --model Qwen/Qwen2.5-3B     GSM8K on one 80 GB GPU
 """
 
-
 import json
 import sys
 import time

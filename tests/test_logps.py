@@ -75,7 +75,7 @@ def make(family="llama untied", **fields):
 
 
 def make_batch():
-    """Prompts of 10, 3, 1, ... tokens padded on the left, completions of 30, 29, 1, ... padded on the right, with id 0."""
+    """Prompts of 10, 3, 1, ... tokens padded on the left, completions of 30, 29, ... padded on the right, with id 0."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, V - 7, (B, S), generator=generator)
     mask = torch.ones_like(ids)
