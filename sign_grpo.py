@@ -165,7 +165,8 @@ def rollout(model, tokenizer, prompts, samples, args, generator):
     A plain loop, not `generate`: a prompt is read once for all its samples, ended rows leave the batch, and nothing of
     the model's generation_config (top-k, penalties, ...) leaks in. Returns input_ids and attention_mask (B, S + T),
     mask (B, T), finished (B,), true where a stop token was drawn, and the B texts."""
-    device, pad, stop = model.device, tokenizer.pad_token_id, stop_token_ids(model, tokenizer)
+    device, pad = model.device, tokenizer.pad_token_id
+    stop = torch.tensor(stop_token_ids(model, tokenizer), device=device)
     S, B, C = max(map(len, prompts)), len(prompts) * samples, args.max_new_tokens
     prompt_ids = torch.tensor([[pad] * (S - len(ids)) + ids for ids in prompts], device=device)  # (P, S)
     prompt_mask = torch.tensor([[0] * (S - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
@@ -175,18 +176,19 @@ def rollout(model, tokenizer, prompts, samples, args, generator):
     cache.batch_repeat_interleave(samples)
     logits, prompt_ids, prompt_mask = (x.repeat_interleave(samples, 0) for x in (logits, prompt_ids, prompt_mask))
 
-    # All randomness at once, one number a token: what a row draws does not depend on when the others end.
-    uniforms = torch.rand(B, C, generator=generator, dtype=torch.float64).to(device)
+    # All randomness at once: what a row draws does not depend on when others end. The factor keeps u * total below the
+    # total after rounding, or the vocabulary's last token could be drawn at probability 0.
+    uniforms = torch.rand(B, C, generator=generator).mul(1 - 2**-23).to(device)
     completions = torch.full((B, C), pad, device=device)
     lengths, finished = torch.full((B,), C, device=device), torch.zeros(B, dtype=torch.bool, device=device)
     live, live_mask = torch.arange(B, device=device), prompt_mask  # the rows still being written
     for t in range(C):
-        # Inverse CDF: on CPU an eighth of torch.multinomial's time. In float64, as a float32 sum over 150,000 entries
-        # drifts; `right` takes the first entry above u, so a token of probability 0 is never drawn.
-        cdf = (logits.float() / args.temperature).softmax(-1).double().cumsum(-1)  # (b, V)
+        # Inverse CDF: on CPU an eighth of torch.multinomial's time, and each probability right to about 1e-7. `right`
+        # takes the first entry above u: a token of probability 0 is never drawn.
+        cdf = (logits.float() / args.temperature).softmax(-1).cumsum(-1)  # (b, V)
         tokens = torch.searchsorted(cdf, uniforms[live, t, None] * cdf[:, -1:], right=True).clamp(max=cdf.shape[1] - 1)
         completions[live, t] = tokens[:, 0]
-        ended = torch.isin(tokens[:, 0], torch.tensor(stop, device=device))
+        ended = torch.isin(tokens[:, 0], stop)
         lengths[live[ended]], finished[live[ended]] = t + 1, True
         if ended.all() or t + 1 == C:
             break
@@ -257,8 +259,7 @@ def main(args):
     for flag, value in vars(args).items():
         if type(value) in (int, float) and value < least.get(flag, 1 if type(value) is int else -inf):
             raise BadInput(f"--{flag} must be at least {least.get(flag, 1)}, not {value}")
-    name = Path(__file__).stem
-    folder = Path(args.output_dir or f"runs/{name}")
+    folder = Path(args.output_dir or f"runs/{Path(__file__).stem}")
     log, checkpoint, start, state = open_run(folder, __file__, args)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model, tokenizer = load_model(checkpoint or args.model, device)
@@ -283,9 +284,8 @@ def main(args):
     # The model that the run began with, also after a resume: not the checkpoint.
     reference = load_model(args.model, device, trainable=False)[0] if args.beta or args.scores_first else None
 
-    bar = tqdm(range(start + 1, args.steps + 1), initial=start, total=args.steps, desc=name)
-    refused = silent = 0  # steps in a row without a finite gradient, without a signal
-
+    refused = silent = 0  # updates in a row without a finite gradient, steps in a row without a signal
+    bar = tqdm(range(start + 1, args.steps + 1), initial=start, total=args.steps, desc=folder.name)
     def run_evaluation(step):
         metrics = evaluate(model, tokenizer, held_out, args, folder / f"eval-{step}.jsonl")
         log.write(json.dumps({"step": step, **metrics}) + "\n")

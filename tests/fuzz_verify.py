@@ -2,7 +2,7 @@
 
     python tests/fuzz_verify.py [how many, 100000] [seed, 0]
 
-Prints what raised, what was slow, memory at a tenth and at the end, verdicts out of time, and the rate of plain ones.
+Prints what raised, what was slow, memory at every tenth, verdicts out of time, and the rate of plain ones.
 """
 
 import json
@@ -12,14 +12,15 @@ import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent))
-import common
-from common import gold_answer, verify, verify_timeouts
+from common import gold_answer, verify, verify_timeouts  # noqa: E402
 
 CODE = sys.modules[verify.__module__]
-PHRASES = ["The answer is $\\boxed{%s}$.", "So \\boxed{%s}", "= %s\n\\[\\boxed{%s}\\]", "thus\n#### %s", "\\boxed{x = %s}", "\\fbox{ %s }"]
-TOKENS = [r"\frac", "{", "}", r"\sqrt", "^", "_", r"\text{", r"\boxed{", "####", ",", ".", "-", "+", "/", "!", "=", "(", ")", "[", "]"]
-TOKENS += [r"\pm", r"\cdot", r"\times 10^", "%", "$", r"\%", "x", "e", "9", "0", "99999", " or ", r"\left(", r"\right)", r"\infty", "π", "√"]
-TOKENS += ["°", "−", "⁸", "٣", "\ud800", "\x00", "\n", r"\begin{pmatrix}", "&", r"\\", r"\sum_{k=1}^{9}", r"\int", r"\sin", "∪", r"\circ", "|"]
+PHRASES = ["Answer: $\\boxed{%s}$.", "So \\boxed{%s}", "= %s\n\\[\\boxed{%s}\\]", "thus\n#### %s", "\\boxed{x = %s}"]
+TOKENS = r"""
+    \frac \sqrt { } ^ _ \text{ \boxed{ \fbox{ #### , . - + / ! = ( ) [ ] | & \\ \pm \cdot \times10^ % $ \% x e 9 0 99999
+    \left( \right) \infty \circ \sin \int \sum_{k=1}^{9} \begin{pmatrix} π √ ° − ∪ ⁸ ٣ 𝟒 ???
+""".split()
+TOKENS += [" or ", "\n", " ", "\ud800", "\x00"]
 
 
 def golds():
@@ -64,10 +65,10 @@ def main(count=100_000, seed=0):
         except Exception as error:
             raised.append((repr(error), completion, gold))
         slowest = sorted([*slowest, (time.monotonic() - before, completion, gold)], reverse=True)[:5]
-        if n + 1 in (count // 10, count):
+        if (n + 1) % max(1, count // 10) == 0:
             process = CODE.library["process"]
-            worker = megabytes(process.pid) if process else 0
-            print(f"{n + 1} verdicts, {time.monotonic() - start:.0f} s: {megabytes():.1f} MB here, {worker:.1f} MB in the worker")
+            memory = f"{megabytes():.1f} MB here, {megabytes(process.pid) if process else 0:.1f} MB in the worker"
+            print(f"{n + 1} in {time.monotonic() - start:.0f} s, {len(raised)} raised, {memory}", flush=True)
     print(f"{paid / count:.1%} paid, {len(raised)} raised, {verify_timeouts()} out of time, slowest:")
     for seconds, completion, gold in slowest:
         print(f"  {seconds:.2f} s  {completion!r} against {gold!r}")
