@@ -311,7 +311,7 @@ def main(args):
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model, tokenizer = load_model(checkpoint or args.model, device)
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
         model.train()  # or it would not switch on; load_model has set every dropout to 0
 
     problems, held_out = [], []
