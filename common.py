@@ -1,12 +1,5 @@
 """What the five scripts share: loading and saving models, the verifier, and per-token log-probs and entropies."""
 
-from dataclasses import asdict
-from datasets import load_dataset
-from fractions import Fraction
-from pathlib import Path
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-import contextlib
 import functools
 import inspect
 import json
@@ -17,8 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
+from datasets import load_dataset
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 class BadInput(ValueError):
@@ -36,16 +36,42 @@ BENCHMARKS = {  # name: hub id, configuration, split
 }
 
 
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def load_rows(source, config, split):
-    """The rows of a benchmark by name, a hub dataset, a .jsonl file, or a folder's <split>.jsonl, as a list of dicts."""
-    source, config, split = BENCHMARKS.get(source, (source, config, split))
-    path = Path(source, f"{split}.jsonl") if Path(source).is_dir() else Path(source)
+    """(question, answer) pairs of a hub dataset, a benchmark by name, a .jsonl file, or a folder's <split>.jsonl.
+
+    The columns are question, problem or prompt, and answer or solution. BadInput names what cannot be used.
+    """
+    if split == "test":  # benchmarks are for evaluation: by a name alone nobody trains on a test split
+        source, config, split = BENCHMARKS.get(source, (source, config, split))
+    path, number = Path(source, f"{split}.jsonl") if Path(source).is_dir() else Path(source), 0
+    rows, pairs = [], []
     try:
-        if path.suffix == ".jsonl":
-            return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-        return list(load_dataset(source, config, split=split))
+        if path.suffix != ".jsonl":
+            rows = list(load_dataset(source, config, split=split))
+        else:
+            for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+                if line.strip():
+                    rows.append(dict(json.loads(line)))
     except Exception as error:  # no such file, a broken line, no network, ...: every library has errors of its own
-        raise BadInput(f"cannot read the dataset {path}: {str(error).strip().splitlines()[0]}") from error
+        place = f"{path}, line {number}" if number else path
+        raise BadInput(f"cannot read the dataset {place}: {first_line(error)}") from error
+    columns = list(rows[0]) if rows else []
+    question = next((name for name in ("question", "problem", "prompt") if name in columns), None)
+    answer = next((name for name in ("answer", "solution") if name in columns), None)
+    if not question or not answer:
+        raise BadInput(f"{path} has {len(rows)} rows of {columns}; needed: question|problem|prompt, answer|solution")
+    for number, row in enumerate(rows, 1):
+        try:
+            if not isinstance(row.get(question), str) or not row[question].strip():
+                raise BadInput(f"the {question} {str(row.get(question))[:60]!r} is no text")
+            pairs.append((row[question], gold_answer(row.get(answer))))
+        except BadInput as error:
+            raise BadInput(f"{path}, {split} row {number}: {error}") from error
+    return pairs
 
 
 # --- models ---
@@ -69,9 +95,8 @@ def load_model(name, device, trainable=True):
                 setattr(config, key, 0.0)
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=DTYPES.get(device.type, torch.float32))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise BadInput(f"cannot load the model {name}, as a local folder or from the hub: {reason}") from error
+    except Exception as error:  # no such folder, no network, broken weights, ...
+        raise BadInput(f"cannot load the model {name}, from a folder or the hub: {first_line(error)}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.to(device).requires_grad_(trainable).eval(), tokenizer
@@ -86,8 +111,9 @@ def stop_token_ids(model, tokenizer):
         # A turn may end with a token that is not the eos (Llama, Qwen): see what the template writes after an answer.
         turn = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
         after = tokenizer.apply_chat_template(turn, tokenize=False).rpartition("ANSWER")[2]
-        first = tokenizer(after, add_special_tokens=False).input_ids[:1]
-        ids.update(set(first) & set(tokenizer.all_special_ids))
+        for token in tokenizer(after, add_special_tokens=False).input_ids[:1]:
+            if token in tokenizer.added_tokens_decoder and tokenizer.added_tokens_decoder[token].special:
+                ids.add(token)
     return sorted(ids - {None})
 
 
@@ -165,7 +191,8 @@ def open_run(folder, script, args):
             kept.append(line + "\n")
         metrics.with_suffix(".tmp").write_text("".join(kept))
         metrics.with_suffix(".tmp").replace(metrics)
-        (folder / "config.json").write_text(json.dumps(config, indent=2))
+        (folder / "config.tmp").write_text(json.dumps(config, indent=2))
+        (folder / "config.tmp").replace(folder / "config.json")
         shutil.copy(script, folder)
         return open(metrics, "a", buffering=1), checkpoint, step, state
     except OSError as error:
@@ -188,7 +215,8 @@ def save_checkpoint(run, step, model, tokenizer, masters, optimizer):
         (aside / "whole.json").write_text(json.dumps({"step": step, "sizes": sizes}))
     except Exception as error:  # OSError, and what safetensors and torch.save make of a full disk
         shutil.rmtree(aside, ignore_errors=True)
-        raise BadInput(f"cannot save {folder}: {error}; earlier checkpoints are whole: make room, then --resume") from error
+        message = f"cannot save {folder}: {first_line(error)}; earlier checkpoints are whole: make room, then --resume"
+        raise BadInput(message) from error
     shutil.rmtree(folder, ignore_errors=True)  # a broken one of the same step, passed over at a resume
     aside.rename(folder)
     for old in checkpoints(run)[:-2]:
@@ -206,8 +234,10 @@ def load_checkpoint(run):
         try:
             whole = json.loads((folder / "whole.json").read_text())
             if all((folder / name).stat().st_size == size for name, size in whole["sizes"].items()):
-                return folder, whole["step"], torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
-        except (OSError, ValueError):
+                state = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
+                print(f"going on from {folder}")
+                return folder, whole["step"], state
+        except Exception:  # a missing file, half a JSON text, a broken archive, code where weights should be, ...
             pass
         print(f"{folder} is not whole: passed over")
     print(f"{run} has no whole checkpoint: starting from step 0")
@@ -226,7 +256,7 @@ def restore(state, masters, optimizer):
 
 # --- the verifier -----------------------------------------------------------------------------------------------------
 # README.md has the table of what counts as equal. The cheap checks come first: integers, then equal strings after one
-# and the same rewriting of gold and answer, then exact fractions, then lists item by item. Only what is left goes to the
+# and the same rewriting of gold and answer, exact fractions, and lists item by item. Only what is left goes to the
 # math-verify library, in a process of its own. Model text is never evaluated, and it is cut before anything slow.
 
 MAX_CHARS = 500  # a longer answer is no answer; the longest gold of GSM8K, MATH-500, AMC, AIME and Minerva has 91
@@ -279,7 +309,7 @@ ARGUMENTS = re.compile(
 )
 MISREAD = re.compile(  # what the library gets wrong if it is asked
     r"[^ -~]|[?#@:\"]|\\(?:text|mbox|[hv]?phantom|hspace)"  # it drops what it cannot read
-    r"|(?<!_)\d(?: |[\[\]]|\\[{}])+\d|\d[_']|\d [a-zA-Z]{2}"  # it adds up neighbours, 9 9 is 18, and drops the base of 52_8
+    r"|(?<!_)\d(?: |[\[\]]|\\[{}])+\d|\d[_']|\d [a-zA-Z]{2}"  # it adds up neighbours, 9 9 is 18, drops bases, 52_8
     r"|\d[eE][+-]?\d|(?<![a-zA-Z\\])(?!arc|sinh|cosh|tanh|sqrt|[pbv]matrix)[a-zA-Z]{4}"  # 3·e·8; listen is silent
 )
 
@@ -371,7 +401,7 @@ def same(gold, text):
         if brackets:
             return all(map(same, golds, texts))
         for item in golds:  # a bare list or a set, in any order
-            found = next((other for other in texts if same(item, other)), None)
+            found = item if item in texts else next((other for other in texts if same(item, other)), None)
             if found is None:
                 return False
             texts.remove(found)
@@ -460,30 +490,29 @@ def start_library():
 @functools.lru_cache(maxsize=10_000)
 def library_equal(gold, text):
     """Asks the worker. Raises TimeoutError, which the cache does not keep."""
-    for _ in range(2):  # once more if somebody killed the worker
+    for _ in range(3):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.sendall(json.dumps([gold.replace(";", ","), text.replace(";", ",")]).encode())
             with library_lock:
                 if library["process"] is None or library["process"].poll() is not None:
                     start_library()
-                with contextlib.suppress(OSError):
-                    socket.send_fds(library["socket"], [b"?"], [theirs.fileno()])
-            theirs.close()
-            asked = time.monotonic()
-            ours.settimeout(max(budget.seconds, 0.001))
+                worker, asked = library["process"], time.monotonic()
             try:
-                reply = ours.recv(1)
+                socket.send_fds(library["socket"], [b"?"], [theirs.fileno()])
+                theirs.close()
+                ours.settimeout(max(budget.seconds, 0.001))
+                reply = ours.recv(1)  # empty if the library crashed on it
+                budget.seconds -= time.monotonic() - asked
+                return reply == b"1"
             except TimeoutError:
                 with library_lock:
                     library["timeouts"] += 1
                 raise
-            except ConnectionError:  # the worker died before it took the question
-                reply = b""
-            budget.seconds -= time.monotonic() - asked
-        if reply:
-            return reply == b"1"
-    return False  # the library crashed on it
+            except OSError:  # somebody killed the worker; the next round starts another
+                worker.kill()
+                worker.wait()
+    raise RuntimeError("the verifier's process was killed three times in a row; is there memory left?")
 
 
 def verify_timeouts():
@@ -505,8 +534,6 @@ def gold_answer(raw):
 
 @functools.lru_cache(maxsize=20_000)
 def read_gold(raw):
-    if OR in raw:
-        return OR.join(map(read_gold, raw.split(OR)))
     text = raw.strip()
     if BOX.search(raw):
         text = last_answer(raw) or ""
@@ -532,14 +559,15 @@ def verify(completion: str, answer: str) -> float:
         return float(int(text) == int(golds))
     budget.seconds = LIMIT
     try:
-        return float(any(same(rewrite(gold), rewrite(text)) for gold in golds.split(OR)))
+        golds, text = [rewrite(gold) for gold in golds.split(OR)], rewrite(text)
+        return float(text in golds or any(same(gold, text) for gold in golds))
     except TimeoutError:
         return 0.0
 
 
 # --- log-probs and entropies ---
 # Tokens whose logits exist at once. CPU: measured, smaller is slower, larger gains little. GPU (not measured): larger,
-# as every chunk reads and writes the head and its gradient; at V = 152k a chunk is 622 MB, and two or three exist at once.
+# as every chunk reads and writes the head and its gradient; at V = 152k a chunk is 622 MB, two or three exist at once.
 CHUNK_TOKENS = {"cpu": 128, "cuda": 1024}
 
 

@@ -17,18 +17,19 @@ in both functions and two flags. In the middle neither property holds; each is v
 """
 
 import json
+import random
 import sys
 import time
 import warnings
 from dataclasses import dataclass, field
-from math import comb, inf, isfinite
+from math import comb, isfinite
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 from transformers import DynamicCache, HfArgumentParser
 
-from common import BadInput, encode_prompt, gold_answer, load_model, load_rows, stop_token_ids, verify, verify_timeouts
+from common import BadInput, encode_prompt, load_model, load_rows, stop_token_ids, verify, verify_timeouts
 from common import copy_masters, float32_masters, open_run, restore, save_checkpoint, token_logps_and_entropies
 
 
@@ -115,7 +116,7 @@ def compute_advantages(batch, args):
 def compute_weights(batch, args):
     """What each token counts in the loss, (B, T) float32, 0 off the mask."""
     lengths = batch.mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
-    return batch.mask * lengths ** (args.alpha - 1) / args.max_new_tokens**args.alpha / len(batch.mask)  # (B, T)
+    return batch.mask * lengths ** (args.alpha - 1.0) / args.max_new_tokens**args.alpha / len(batch.mask)  # (B, T)
 
 
 # --- the same in all five scripts, from here to the end ---
@@ -142,19 +143,10 @@ def policy_loss(logps, old_logps, ref_logps, advantages, weights, args):
 def load_problems(source, config, split, tokenizer, args):
     """[{"question", "answer", "prompt_ids"}, ...]; BadInput for what cannot be used; over-long prompts are dropped."""
     rows, problems = load_rows(source, config, split), []
-    columns = list(rows[0]) if rows else []
-    question = next((name for name in ("question", "problem", "prompt") if name in columns), None)
-    answer = next((name for name in ("answer", "solution") if name in columns), None)
-    if not question or not answer:
-        raise BadInput(f"{source} has {len(rows)} rows of {columns}; needed: question|problem|prompt, answer|solution")
-    for number, row in enumerate(rows, 1):
-        try:
-            gold = gold_answer(row[answer])
-        except (BadInput, KeyError) as error:
-            raise BadInput(f"{source}, {split} row {number}: {error}") from error
-        prompt_ids = encode_prompt(tokenizer, f"{row[question]}\n{args.instruction}".strip())
+    for question, answer in rows:
+        prompt_ids = encode_prompt(tokenizer, f"{question}\n{args.instruction}".strip())
         if len(prompt_ids) <= args.max_prompt_tokens:
-            problems.append({"question": row[question], "answer": gold, "prompt_ids": prompt_ids})
+            problems.append({"question": question, "answer": answer, "prompt_ids": prompt_ids})
     if len(problems) < len(rows):
         print(f"{source}: dropped {len(rows) - len(problems)} of {len(rows)} prompts, longer than --max_prompt_tokens")
     return problems
@@ -162,7 +154,8 @@ def load_problems(source, config, split, tokenizer, args):
 
 def random_stream(seed, purpose, number):
     """A generator of its own for each (seed, purpose, number): a resume finds it again, no other draw can move it."""
-    return torch.Generator().manual_seed((3 * seed + ("draws", "order", "evaluation").index(purpose)) * 2**32 + number)
+    key = random.Random(f"{seed} {purpose} {number}").getrandbits(32)  # hashed: torch uses a seed's low 32 bits only
+    return torch.Generator().manual_seed(key)
 
 
 @torch.no_grad()
@@ -264,8 +257,9 @@ def evaluate(model, tokenizer, problems, args, path):
 def main(args):
     least = {"steps": 0, "warmup_steps": 0, "seed": 0, "group_size": args.min_group_size, "temperature": 0.01}
     for flag, value in vars(args).items():
-        if type(value) in (int, float) and value < least.get(flag, 1 if type(value) is int else -inf):
-            raise BadInput(f"--{flag} must be at least {least.get(flag, 1)}, not {value}")
+        minimum = least.get(flag, 1 if type(value) is int else 0.0)
+        if type(value) in (int, float) and not value >= minimum:  # NaN is refused as well
+            raise BadInput(f"--{flag} must be at least {minimum}, not {value}")
     folder = Path(args.output_dir or f"runs/{Path(__file__).stem}")
     log, checkpoint, start, state = open_run(folder, __file__, args)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -371,14 +365,14 @@ def main(args):
             warnings.warn("20 steps of groups all right or all wrong: change problems, --group_size or --temperature")
         if verify_timeouts():
             warnings.warn("an answer took the verifier too long and counted as wrong")
-        if refused == 3:
+        if refused >= 3:
             raise BadInput("three gradients in a row were not finite: lower --learning_rate, then --resume")
         if held_out and (step % args.eval_every == 0 or step == args.steps):
             run_evaluation(step)
         if step % args.save_every == 0 or step == args.steps:
             save_checkpoint(folder, step, model, tokenizer, masters, optimizer)
-    print(f"{folder}: metrics.jsonl, eval-*.jsonl, checkpoint-*. Next: --resume --steps {2 * args.steps}; or diff this "
-          "script with its neighbours; or evaluate: --model CHECKPOINT --steps 0 --output_dir NEW --eval_dataset SET")
+    print(f"{folder}: metrics.jsonl, eval-*.jsonl, checkpoint-*. Next: go on with --resume --steps N, diff this script "
+          "with its neighbours, or evaluate with --model CHECKPOINT --steps 0 --output_dir NEW --eval_dataset SET")
 
 
 def parse_args(argv=None):
@@ -396,5 +390,5 @@ if __name__ == "__main__":
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print(f"\ninterrupted: python {' '.join(sys.argv)} --resume goes on from the last checkpoint", file=sys.stderr)
+        print("\ninterrupted: the same command with --resume goes on from the last checkpoint", file=sys.stderr)
         sys.exit(130)

@@ -2,16 +2,17 @@
 
     python -m venv trl && trl/bin/pip install trl==1.16.0 && trl/bin/python tests/make_trl_fixture.py
 
-A real GRPOTrainer is built on the tiny model, so that TRL itself turns its configuration into a loss. Through its public
-arguments it is handed the samples (`rollout_func`) and the rewards (`reward_funcs`). Only one method is replaced,
+A real GRPOTrainer is built on the tiny model, so that TRL itself turns its configuration into a loss. Public arguments
+hand it the samples (`rollout_func`) and the rewards (`reward_funcs`). Only one method is replaced,
 `_get_per_token_logps_and_entropies`: it returns the log-probs below, those of the policy where a gradient is asked for,
 those of the old policy where none is, and those of the reference for the reference model. What runs is TRL's own
 
     inputs = trainer._generate_and_score_completions(rows)      rewards -> advantages, masks
     loss   = trainer._compute_loss(model, inputs)               and its gradient in the log-probs
 
-TRL's "dr_grpo" divides by max_completion_length, our --max_new_tokens, and leaves the std scaling on unless
-scale_rewards is "none".
+Where TRL's defaults are another algorithm they are set: "dr_grpo" divides by max_completion_length, our
+--max_new_tokens, but leaves the std scaling on unless scale_rewards is "none"; the KL term is multiplied by the ratio
+unless use_bias_correction_kl is off.
 """
 
 import json
@@ -35,8 +36,8 @@ def given_numbers():
     """Log-probs of policy, old policy and reference, (B, T), far enough apart that the clip binds on both sides."""
     draws = torch.Generator().manual_seed(0)
     old = -2 * torch.rand(P * G, max(LENGTHS), generator=draws) - 0.1
-    logps = old + 0.4 * torch.randn(old.shape, generator=draws)
-    ref = old + 0.3 * torch.randn(old.shape, generator=draws)
+    logps = (old + 0.4 * torch.randn(old.shape, generator=draws)).clamp(max=-0.01)
+    ref = (old + 0.3 * torch.randn(old.shape, generator=draws)).clamp(max=-0.01)
     return {"logps": logps, "old_logps": old, "ref_logps": ref}
 
 
@@ -53,6 +54,7 @@ def trl_numbers(given, loss_type, scale_rewards, beta):
         output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to=[], per_device_train_batch_size=P * G,
         num_generations=G, max_completion_length=C, loss_type=loss_type, scale_rewards=scale_rewards, beta=beta,
         epsilon=EPSILON, epsilon_high=EPSILON_HIGH,
+        use_bias_correction_kl=False,  # k3 as GRPO has it; TRL's default multiplies it by the ratio (DeepSeek-V3.2)
         num_iterations=2,  # two updates a rollout: only then does TRL ask for the old log-probs
     )
     trainer = trl.GRPOTrainer(str(HERE / "tiny"), reward_funcs=lambda **_: REWARDS, args=config,

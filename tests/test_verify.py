@@ -156,7 +156,6 @@ CASES = [
     (r"52_8", r"52", "no", "without its base it is another number"),
     (r"52_8", r"52_9", "no", "another base"),
     (r"3R^2", r"3r^2", "yes", "the library does not tell the case of symbols"),
-    (r"0.01 ||| 0.02", r"0.02", "yes", "a gold with alternatives: either"),
 ]
 
 # Text that takes for ever to parse, to evaluate or to simplify.
@@ -379,9 +378,9 @@ def test_25_the_last_box_else_the_number_after_hashes(completion, answer, reward
 
 def test_26_spraying_earns_nothing():
     numbers = [str(n) for n in range(1, 101)]
-    sprays = ["41 or 42", "41, 42", "41,42", "42, 42", r"41 \text{ or } 42", r"41 \text{ and } 42", "41; 42", "(41, 42)"]
+    sprays = ["41 or 42", "41, 42", "41,42", "42, 42", r"41 \text{ or } 42", r"41 \text{ and } 42", "41; 42"]
     sprays += [r"\{41, 42\}", r"41 \quad 42", "41 42", "41/42", r"42 \pm 1", "x = 41, x = 42", "[41,42]", "41|42"]
-    sprays += ["41 & 42"]
+    sprays += ["41 & 42", "(41, 42)"]
     sprays += [sep.join(numbers) for sep in (",", ", ", " ", " or ", r" \text{ or } ", r"\\", "=", ";")]
     assert [spray for spray in sprays if verify(boxed(spray), "42")] == []
     assert verify(r"\boxed{41} \boxed{42} \boxed{43}", "42") == 0
