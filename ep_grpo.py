@@ -124,9 +124,9 @@ def compute_advantages(batch, args):
     entropies = torch.where(mask, batch.entropies, 0.0).double()  # (B, T)
     gate = 1.0
     if args.entropy_gate:
-        tokens = mask.view(P, -1).sum(1, keepdim=True).clamp(min=1)  # (P, 1)
-        mean = entropies.view(P, -1).sum(1, keepdim=True) / tokens
-        apart = torch.where(mask.view(P, -1), entropies.view(P, -1) - mean, 0.0)  # (P, G T)
+        tokens = mask.reshape(P, -1).sum(1, keepdim=True).clamp(min=1)  # (P, 1)
+        mean = entropies.reshape(P, -1).sum(1, keepdim=True) / tokens
+        apart = torch.where(mask.reshape(P, -1), entropies.reshape(P, -1) - mean, 0.0)  # (P, G T)
         spread = (apart.square().sum(1, keepdim=True) / tokens).sqrt()  # (2) the sigmas are population ones, ddof 0
         gate = torch.sigmoid(args.gate_sharpness * apart / (spread + 1e-6)).view(mask.shape)  # (B, T)
 
@@ -358,7 +358,8 @@ def main(args):
         advantages, weights = compute_advantages(batch, args), compute_weights(batch, args)  # (B, T) each
 
         # --- update ---
-        optimizer.param_groups[0]["lr"] = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
+        learning_rate = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
+        optimizer.param_groups[0].update(lr=learning_rate, weight_decay=args.weight_decay)
         sums = dict.fromkeys(("loss", "grad_norm", "clip_frac", "kl"), 0.0)
         for update in range(args.updates_per_rollout):
             for rows, logps, entropies in micro_batches(model, batch, args):
@@ -391,7 +392,7 @@ def main(args):
             "completion_len": mask.sum(1).float().mean().item(), "truncated_frac": 1 - finished.float().mean().item(),
             "entropy": batch.entropies[mask].mean().item(), "loss": means["loss"], "grad_norm": means["grad_norm"],
             "clip_frac": means["clip_frac"], "kl": means["kl"] if reference else None,
-            "learning_rate": optimizer.param_groups[0]["lr"], "tokens": mask.sum().item(),
+            "learning_rate": learning_rate, "tokens": mask.sum().item(),
             "seconds_rollout": seconds_rollout, "seconds_update": time.perf_counter() - clock,
         }
         log.write(json.dumps(record) + "\n")

@@ -311,7 +311,8 @@ def main(args):
         advantages, weights = compute_advantages(batch, args), compute_weights(batch, args)  # (B, T) each
 
         # --- update ---
-        optimizer.param_groups[0]["lr"] = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
+        learning_rate = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
+        optimizer.param_groups[0].update(lr=learning_rate, weight_decay=args.weight_decay)
         sums = dict.fromkeys(("loss", "grad_norm", "clip_frac", "kl"), 0.0)
         for update in range(args.updates_per_rollout):
             for rows, logps, entropies in micro_batches(model, batch, args):
@@ -344,7 +345,7 @@ def main(args):
             "completion_len": mask.sum(1).float().mean().item(), "truncated_frac": 1 - finished.float().mean().item(),
             "entropy": batch.entropies[mask].mean().item(), "loss": means["loss"], "grad_norm": means["grad_norm"],
             "clip_frac": means["clip_frac"], "kl": means["kl"] if reference else None,
-            "learning_rate": optimizer.param_groups[0]["lr"], "tokens": mask.sum().item(),
+            "learning_rate": learning_rate, "tokens": mask.sum().item(),
             "seconds_rollout": seconds_rollout, "seconds_update": time.perf_counter() - clock,
         }
         log.write(json.dumps(record) + "\n")

@@ -421,10 +421,12 @@ def test_10_masked_positions_may_hold_anything(name):
     assert not gradient[~clean.mask].any() and gradient[clean.mask].any()
     for junk in (math.nan, math.inf, -math.inf, 1e30):
         dirty = make_batch(name, off_mask=junk)
-        dirty_parts = (torch.where(clean.mask, x, junk) for x in (logps, advantages))
-        dirty_logps, dirty_advantages = dirty_parts
+        dirty_logps, dirty_advantages = (torch.where(clean.mask, x, junk) for x in (logps, advantages))
         again = loss_and_gradient(name, dirty_logps, dirty, dirty_advantages, weights, args)
         assert torch.equal(again[0], loss) and torch.equal(again[1], gradient) and again[2] == metrics
+    logps[tuple(clean.mask.nonzero()[0])] = math.nan  # one that counts is not hidden: such a step must be refused
+    loss, gradient, _ = loss_and_gradient(name, logps, clean, advantages, weights, args)
+    assert loss.isnan() and gradient.isnan().any()
 
 
 def test_11_ratio_is_exactly_1_and_kl_exactly_0_where_all_three_agree():

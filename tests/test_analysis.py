@@ -188,6 +188,11 @@ def test_the_same_run_twice_is_refused_not_counted_as_two_seeds(tmp_path):
     a, b = make_run(tmp_path / "a", "grpo", 0), make_run(tmp_path / "b", "grpo", 1)
     with pytest.raises(BadInput, match="same seed"):
         run("curves", a, a)
+    c = make_run(tmp_path / "c", "grpo", 0)
+    changed = (tmp_path / "c/metrics.jsonl").read_text().replace('"loss": 0.', '"loss": 5.')  # on another machine
+    (tmp_path / "c/metrics.jsonl").write_text(changed)
+    with pytest.raises(BadInput, match="same seed or numbers"):
+        run("curves", a, c)
     (tmp_path / "b/metrics.jsonl").write_text((tmp_path / "a/metrics.jsonl").read_text())  # the seed changed nothing
     with pytest.raises(BadInput, match="same seed or numbers"):
         run("curves", a, b)

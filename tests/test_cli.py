@@ -31,8 +31,8 @@ OWN = {
     "grpo": [], "dr_grpo": [], "sign_grpo": [], "length_alpha": ["alpha", "scale_rewards"],
     "ep_grpo": "gate_sharpness buckets progress_weight reward_threshold entropy_gate zero_variance_anchor".split(),
 }  # fmt: skip
-METRICS = """step reward degenerate_frac degenerate_iid completion_len truncated_frac entropy loss grad_norm clip_frac kl
-    learning_rate tokens seconds_rollout seconds_update""".split()
+METRICS = """step reward degenerate_frac degenerate_iid completion_len truncated_frac entropy loss grad_norm clip_frac
+    kl learning_rate tokens seconds_rollout seconds_update""".split()
 SMALL = "--prompts_per_step 4 --group_size 4 --max_new_tokens 24 --eval_problems 8".split()
 
 

@@ -1,4 +1,4 @@
-"""Problems: columns, golds, bad files, prompts, benchmarks by name, the order of training, pass@k (FAULTS 24, 39-43)."""
+"""Problems: columns, golds, bad files, prompts, benchmarks by name, order of training, pass@k (FAULTS 24, 39-43)."""
 
 import copy
 import itertools
@@ -11,7 +11,7 @@ import transformers
 
 import common
 import grpo
-from common import BadInput, encode_prompt, load_rows
+from common import BadInput, encode_prompt
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +48,10 @@ def test_39_the_answer_column_is_preferred_to_the_solution(tokenizer, tmp_path):
     assert problems(path, tokenizer)[0]["answer"] == "7"
 
 
-@pytest.mark.parametrize("raw, gold", [
-    (27.0, "27"), (0.5, "0.5"), (-3, "-3"), ("So 1,234 it is.\n#### 1,234", "1,234"), (r"Thus \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-])  # fmt: skip
+GOLDS = {27.0: "27", 0.5: "0.5", -3: "-3", "So.\n#### 1,234": "1,234", r"Thus \boxed{\frac{1}{2}}.": r"\frac{1}{2}"}
+
+
+@pytest.mark.parametrize("raw, gold", GOLDS.items())
 def test_39_forms_of_golds(tokenizer, tmp_path, raw, gold):
     """Fault: float columns and GSM8K's solutions never match an answer."""
     path = written(tmp_path, {"question": "q", "answer": raw})
@@ -111,17 +112,17 @@ def test_41_fewer_prompts_than_a_step_needs_is_said(data, tmp_path):
         grpo.main(grpo.parse_args([*flags, "41"]))
 
 
-def test_39_a_folder_with_train_and_test(data):
+def test_39_a_folder_with_train_and_test(data, tokenizer):
     """Fault: both splits of a folder are the same file."""
-    train, test = (load_rows(data, "main", split) for split in ("train", "test"))
+    train, test = (problems(data, tokenizer, split=split) for split in ("train", "test"))
     assert len(train) == 40 and len(test) == 8
-    assert not {row["question"] for row in train} & {row["question"] for row in test}
+    assert not {problem["question"] for problem in train} & {problem["question"] for problem in test}
 
 
-def test_39_a_folder_without_the_split_is_said(tmp_path):
+def test_39_a_folder_without_the_split_is_said(tokenizer, tmp_path):
     """Fault: a traceback for a folder that holds something else."""
     with pytest.raises(BadInput, match="test.jsonl"):
-        load_rows(str(tmp_path), None, "test")
+        problems(tmp_path, tokenizer, split="test")
 
 
 # --- the hub ---
@@ -131,7 +132,7 @@ HUB = {
     "math500": ("HuggingFaceH4/MATH-500", None, "test", {"problem": "q", "solution": "by words", "answer": "3"}, "3"),
     "amc23": ("math-ai/amc23", None, "test", {"id": 0, "question": "q", "answer": "27.0"}, "27.0"),
     "minerva": ("math-ai/minervamath", None, "test", {"question": "q", "answer": "4.5e33"}, "4.5e33"),
-    "aime24": ("HuggingFaceH4/aime_2024", None, "train", {"problem": "q", "solution": "by words", "answer": "204"}, "204"),
+    "aime24": ("HuggingFaceH4/aime_2024", None, "train", {"problem": "q", "solution": "words", "answer": "204"}, "204"),
     "aime25": ("math-ai/aime25", None, "test", {"problem": "q", "answer": "70"}, "70"),
 }  # fmt: skip
 
@@ -147,31 +148,31 @@ def test_benchmarks_by_name(tokenizer, monkeypatch, name):
     assert (problem["question"], problem["answer"]) == ("q", gold)
 
 
-def test_a_benchmarks_name_does_not_train_on_its_test_split(monkeypatch):
+def test_a_benchmarks_name_does_not_train_on_its_test_split(tokenizer, monkeypatch):
     """Fault: --dataset gsm8k trains on the problems that it is evaluated on."""
-    calls = []
-    monkeypatch.setattr(common, "load_dataset", lambda *given, **more: calls.append((given, more)) or [])
-    load_rows("gsm8k", "main", "train")
+    calls, row = [], {"question": "q", "answer": "1"}
+    monkeypatch.setattr(common, "load_dataset", lambda *given, **more: calls.append((given, more)) or [row])
+    problems("gsm8k", tokenizer, "main")
     assert calls[0][1] == {"split": "train"}
 
 
-def test_a_hub_dataset_takes_its_configuration_and_split(monkeypatch):
+def test_a_hub_dataset_takes_its_configuration_and_split(tokenizer, monkeypatch):
     """Fault: the configuration or the split is lost on the way to the hub."""
-    calls = []
-    monkeypatch.setattr(common, "load_dataset", lambda *given, **more: calls.append((given, more)) or [])
-    load_rows("some/set", "socratic", "train")
+    calls, row = [], {"question": "q", "answer": "1"}
+    monkeypatch.setattr(common, "load_dataset", lambda *given, **more: calls.append((given, more)) or [row])
+    problems("some/set", tokenizer, "socratic")
     assert calls == [(("some/set", "socratic"), {"split": "train"})]
 
 
-@pytest.mark.parametrize("error", [ConnectionError("Couldn't reach 'some/set' on the Hub\nmore"), ConnectionError(), KeyError("x")])
-def test_an_unreachable_hub_is_one_sentence(monkeypatch, error):
+@pytest.mark.parametrize("error", [ConnectionError("Couldn't reach the Hub\nmore"), ConnectionError(), KeyError("x")])
+def test_an_unreachable_hub_is_one_sentence(tokenizer, monkeypatch, error):
     """Fault: no network is a traceback of a hundred lines."""
     def fails(*given, **more):
         raise error
 
     monkeypatch.setattr(common, "load_dataset", fails)
     with pytest.raises(BadInput, match=r"^cannot read the dataset some/set: [^\n]+$"):
-        load_rows("some/set", "main", "train")
+        problems("some/set", tokenizer, "main")
 
 
 # --- prompts ---

@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+import common
 from common import token_logps_and_entropies
 
 V = 97  # a prime, so that no other size is a multiple of it
-B, S, T = 6, 40, 30  # 180 tokens: more than one chunk
+B, S, T = 6, 40, 30  # 180 completion tokens
 TINY = {
     "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -50,6 +51,11 @@ FAMILIES = {  # name: (config class, its fields, whether hidden states and head 
     "modernbert transforms before the head": ("ModernBertDecoderConfig", TINY, False),
 }
 MINICPM = "minicpm3 scales before the head"
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setitem(common.CHUNK_TOKENS, "cpu", 50)  # so that tiny batches have several, the last one shorter
 
 
 class PaddedVocabulary(transformers.LlamaForCausalLM):
@@ -191,7 +197,7 @@ def test_fault_45_no_tensor_of_the_logits_size(family):
             logps, _ = token_logps_and_entropies(model, ids, torch.ones_like(ids), 48)
         forward = largest.elements
         logps.sum().backward()
-    assert 0 < forward <= largest.elements <= logits_size / 4  # of 768 tokens a chunk has 128, a row 64
+    assert 0 < forward <= largest.elements <= logits_size / 4  # of 768 tokens a chunk has 50, a row 64
     assert not [shape for shape in saved if len(shape) > 1 and shape[-1] == 1499]  # nor are the chunks kept
 
 
@@ -211,7 +217,7 @@ def test_frozen_head_costs_nothing_and_changes_no_other_gradient(family):
 
 
 def test_frozen_head_allocates_no_gradient_for_it():
-    model = make(vocab_size=1499, hidden_size=512)  # the head has 767,488 elements, a chunk's logits 191,872
+    model = make(vocab_size=1499, hidden_size=512)  # the head has 767,488 elements, a chunk's logits 74,950
     model.get_output_embeddings().requires_grad_(False)
     model.get_input_embeddings().requires_grad_(False)
     ids = torch.randint(3, 1499, (4, 48))
@@ -291,7 +297,7 @@ def test_bf16_weights(family):
 
 
 def test_bf16_head_gradient_is_summed_over_chunks_in_float32():
-    """Fifty chunks that all push the same way: added up in bf16 the last ones would be rounded away."""
+    """140 chunks that all push the same way: added up in bf16 the last ones would be rounded away."""
     model = make(hidden_size=32, num_hidden_layers=0).bfloat16()
     ids = torch.randint(3, V, (1, 8)).repeat(1000, 1)  # 7,000 tokens
     logps, _ = token_logps_and_entropies(model, ids, torch.ones_like(ids), 7)

@@ -1,4 +1,4 @@
-"""Rollout and evaluation: what is drawn, where it stops, what is scored, and what moves the random state (FAULTS 18-23)."""
+"""Rollout and evaluation: what is drawn, where it stops, what is scored, what moves the random state (FAULTS 18-23)."""
 
 import copy
 from dataclasses import replace
@@ -160,7 +160,9 @@ def test_23_a_row_does_not_depend_on_when_the_others_end(tiny):
 # --- where it stops ---
 
 
-@pytest.mark.parametrize("configured, expected", [(77, [77, EOS]), ([77, 88], [77, 88, EOS]), (None, [EOS]), ([], [EOS])])
+@pytest.mark.parametrize(
+    "configured, expected", [(77, [77, EOS]), ([77, 88], [77, 88, EOS]), (None, [EOS]), ([], [EOS])]
+)
 def test_19_stop_ids_of_generation_config_as_int_list_or_none(tiny, configured, expected):
     """Fault: only one stop id is known, or a list or None crashes."""
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=configured))
@@ -251,7 +253,8 @@ def test_19_without_any_stop_id_every_row_runs_to_the_end(tiny):
     """Fault: a tokenizer without eos crashes the search for stop ids."""
     tokenizer = copy.deepcopy(tiny[1])
     tokenizer.eos_token = None
-    *_, mask, finished, _ = grpo.rollout(Scripted({1: 1}), tokenizer, [[1]], 2, arguments(max_new_tokens=3), generator())
+    args = arguments(max_new_tokens=3)
+    *_, mask, finished, _ = grpo.rollout(Scripted({1: 1}), tokenizer, [[1]], 2, args, generator())
     assert mask.all() and mask.shape == (2, 3) and not finished.any()
 
 
@@ -259,7 +262,7 @@ def test_19_without_any_stop_id_every_row_runs_to_the_end(tiny):
 
 
 def test_20_the_sampled_ids_are_scored_never_text_encoded_again(tiny, monkeypatch, tmp_path):
-    r"""Fault: the text is tokenized again for the update, and a box that was spelled out becomes the one token \boxed{."""
+    r"""Fault: the text is tokenized again for the update, and a box spelled out becomes the one token \boxed{."""
     spelled = [ord(c) for c in "\\boxed{"] + [EOS]  # decodes to the same text as the one token 256
     assert tiny[1](tiny[1].decode(spelled[:-1])).input_ids == [256]
     drawn, scored = [], []

@@ -132,9 +132,15 @@ def test_std_factor_is_least_at_one_half():
     """The last claim goes on: the factor is no constant. Prompts that are nearly always right or wrong count more, and
     the larger the group the more they do: towards 1 / sqrt(p (1 - p)), where the std is known exactly."""
     rates = (0.5, 0.3, 0.1, 0.03)
-    for G in (8, 16, 64):
+    for G in (7, 16, 64):
         factors = [std_factor(p, G) for p in rates]
         assert factors == sorted(factors) and factors[-1] > 1.2 * factors[0]
+    for p in rates:  # seven responses can be enumerated: 3^7 groups, and the factor read off grpo.py itself
+        theta, rewards = policy_with_success_rate(p)
+        theta, logps, mask = one_token_policy(theta)
+        true = gradient(expected_reward(logps, mask, rewards), theta)
+        measured = (expected_ascent(grpo, theta, logps, mask, rewards, 7).norm() / true.norm()).item()
+        assert measured == pytest.approx(std_factor(p, 7))
     for p in rates:
         assert std_factor(p, 500) == pytest.approx(1 / sqrt(p * (1 - p)), rel=0.06)
 
