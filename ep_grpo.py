@@ -133,11 +133,11 @@ def compute_advantages(batch, args):
     # (3) The progress coordinate counts the token's own entropy; a response without any entropy stays in bucket 0.
     running = entropies.cumsum(1)  # (B, T)
     progress = torch.where(running[:, -1:] > 0, running / running[:, -1:], 0.0)  # (B, T) tau, up to 1 at the end
-    bucket = (args.buckets * progress).floor().clamp(max=args.buckets - 1).long()  # (B, T)
+    bucket = (args.buckets * progress).floor().clamp(0, args.buckets - 1).long()  # (B, T)
     group = torch.arange(len(mask), device=mask.device)[:, None] // rewards.shape[1]  # (B, 1)
     cell = group * args.buckets + bucket  # (B, T) of P K cells
 
-    delta = torch.where(mask, batch.old_logps - batch.ref_logps, 0.0).double()  # (B, T)
+    delta = (batch.old_logps - batch.ref_logps).double()  # (B, T)
 
     def cell_mean(x):  # over the unmasked tokens of each cell, handed back to each of its tokens
         sums = x.new_zeros(2, P * args.buckets)

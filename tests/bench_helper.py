@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python tests/bench_helper.py [--batch 16 --tokens 256 --vocab 32768 --hidden 256 --rounds 7]
 
 One forward and backward of a model without layers (embedding, norm, head), so that the head is what is measured. CPU
-time: all ways in one process, in alternating rounds; the median, and the median of the rounds' ratios. Memory: each way in
-a fresh process, the highest resident memory beyond what stood before, the gradient of the head included. Linux only.
+time: all ways in one process, in alternating rounds; the median, and that of the rounds' ratios. Memory: each way in a
+fresh process, the highest resident memory beyond what stood before, the gradient of the head included. Linux only.
 """
 
 import argparse
