@@ -90,6 +90,7 @@ TINY = dict(  # the recipe of the offline default; the defaults above are for a 
 @dataclass
 class Batch:
     """One step's rollout: P prompts, G responses each, B = P G rows (row i of prompt i // G), T completion columns."""
+
     rewards: torch.Tensor  # (P, G) float32
     mask: torch.Tensor  # (B, T) bool, through the first stop token; where it is false the fields below hold anything
     input_ids: torch.Tensor = None  # (B, S + T) left-padded prompts, then responses
@@ -286,6 +287,7 @@ def main(args):
 
     refused = silent = 0  # updates in a row without a finite gradient, steps in a row without a signal
     bar = tqdm(range(start + 1, args.steps + 1), initial=start, total=args.steps, desc=folder.name)
+
     def run_evaluation(step):
         metrics = evaluate(model, tokenizer, held_out, args, folder / f"eval-{step}.jsonl")
         log.write(json.dumps({"step": step, **metrics}) + "\n")
@@ -304,7 +306,8 @@ def main(args):
         prompts, draws = [problem["prompt_ids"] for problem in some], random_stream(args.seed, "draws", step)
         *ids, mask, finished, texts = rollout(model, tokenizer, prompts, args.group_size, args, draws)
         answers = [problem["answer"] for problem in some for _ in range(args.group_size)]
-        rewards = torch.tensor([verify(text, answer) for text, answer in zip(texts, answers)], device=device)
+        rewards = [verify(text, answer) for text, answer in zip(texts, answers)]  # or a reward function of your own
+        rewards = torch.tensor(rewards, dtype=torch.float32, device=device)  # (B,)
         batch = Batch(rewards.view(-1, args.group_size), mask, *ids)
         seconds_rollout, clock = time.perf_counter() - clock, time.perf_counter()
 
@@ -336,7 +339,7 @@ def main(args):
             sums["grad_norm"] += grad_norm
             refused = 0 if isfinite(grad_norm) else refused + 1
             if refused:
-                bar.write(f"step {step}: the gradient is not finite, the update is refused")
+                bar.write(f"step {step}: the gradient is not finite, the update is refused ({refused} in a row)")
             elif advantages.any():  # else Adam's momentum would move the weights on no signal
                 optimizer.step()
                 copy_masters(masters, model)
