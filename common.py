@@ -3,16 +3,17 @@
 import functools
 import inspect
 import json
+import os
 import re
 import shutil
-import socket
-import subprocess
+import signal
 import sys
 import threading
 import time
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 
 import torch
 import torch.nn.functional as F
@@ -99,6 +100,8 @@ def load_model(name, device, trainable=True):
         raise BadInput(f"cannot load the model {name}, from a folder or the hub: {first_line(error)}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        raise BadInput(f"the tokenizer of {name} has neither a pad nor an eos token: set one and save it")
     return model.to(device).requires_grad_(trainable).eval(), tokenizer
 
 
@@ -224,8 +227,9 @@ def save_checkpoint(run, step, model, tokenizer, masters, optimizer):
 
 
 def checkpoints(run):
-    """The checkpoint folders of a run, oldest first."""
-    return sorted(Path(run).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    """The checkpoint folders of a run, oldest first; a copy under a name like checkpoint-20-best is the user's own."""
+    found = [path for path in Path(run).glob("checkpoint-*") if path.name.split("-", 1)[1].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
 def load_checkpoint(run):
@@ -254,63 +258,55 @@ def restore(state, masters, optimizer):
     optimizer.load_state_dict(state["optimizer"])
 
 
-# --- the verifier -----------------------------------------------------------------------------------------------------
-# README.md has the table of what counts as equal. The cheap checks come first: integers, then equal strings after one
-# and the same rewriting of gold and answer, exact fractions, and lists item by item. Only what is left goes to the
-# math-verify library, in a process of its own. Model text is never evaluated, and it is cut before anything slow.
-
+# --- the verifier ---
+# README.md has the table of what counts as equal. The cheap checks come first: integers, then equal strings after the
+# same rewriting of gold and answer, exact fractions, and lists item by item. Only what is left goes to the math-verify
+# library, in a process of its own. Model text is never evaluated, and it is cut before anything slow.
 MAX_CHARS = 500  # a longer answer is no answer; the longest gold of GSM8K, MATH-500, AMC, AIME and Minerva has 91
 MAX_DEPTH = 12  # brackets inside brackets: the library's parser takes minutes over deep nesting
 TOLERANCE = Fraction(1, 10**6)  # relative, and for decimals only: 0.3333333 is 1/3, 0.333 is not
-LIMIT = 1.3  # seconds that one verdict may spend in the library. Wall clock, since the training step waits: usual ones
-# take 0.02 to 0.2, so that a machine some six times slower still pays a right answer; the rest earn 0 and are counted.
+LIMIT = 1.3  # wall-clock seconds that one verdict may spend in the library; most take 0.02 to 0.2
 OR = " ||| "  # between the alternatives of a gold that has several
-
+INTEGER = re.compile(r"-?[0-9]{1,500}")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-# Right after ####, and not the front of something else: 42 eggs is 42, but 10^6 is not 10 and 41,42 is not 41.
-HASHES = re.compile(r"[\s*$]*([+-]?\$?(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d+)?(?:/\d+)?)(?![\d^/]|[-.,:e]\d)", re.ASCII)
-NUMBER = re.compile(  # sign, whole part of a mixed number, decimal or numerator, denominator, power of ten
-    r"([+-]?) ?(?:(\d+) (?=\d+/))?((?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:/(\d+))?"
-    r"(?:(?:[eE]|(?:\\times|\\cdot|x|\*) ?10\^)\{?([+-]?\d{1,3})\}?)?",
-    re.ASCII,
-)
-SYMBOLS = {"−": "-", "–": "-", "²": "^2", "³": "^3", "°": r"^\circ", "×": r"\times ", "·": r"\cdot ", "π": r"\pi "}
-SYMBOLS |= {"∞": r"\infty ", "∪": r"\cup "}  # one by one: Unicode's own NFKC would also turn 1⁸ into 18
+# The number after ####, if it is not the front of something else: 42 eggs is 42, but 10^6 is not 10.
+HASHES = re.compile(r"[\s*$]*([+-]?\$?[0-9.][0-9,./]*)(?![0-9,./^]|[-:e][0-9])")
+SYMBOLS = {"−": "-", "°": r"^\circ", "×": r"\times ", "π": r"\pi ", "∞": r"\infty ", "∪": r"\cup "}
+# Words that change a number, take it back or offer another, so that they are no unit: 2 million, 18 \text{ is wrong}.
+NO_UNIT = r"(?!.*\b(?:not?|or|and|is|wrong|hundred|thousand|[mb]illion|dozen|sin|cos|tan|log|exp)\b)"
 REWRITES = [  # in this order
-    (r"√ ?(\d+|[a-z]|\([^()]*\))", r"\\sqrt{\1}"),
-    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-z])|\\! ?", ""),  # how it looks, not what it is
-    (r"\\?[$%]|[£€]|\\[()]", ""),  # currency and percent are units: 28 % is 28, and so it is not 0.28
-    (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-z])|~|\s+", " "),  # all kinds of space, but not the \\ that ends a matrix' row
-    (r"\{,\}", ","),
-    (r",? ?\\(?:text|mbox)\{,? ?(?:and|or) ?\} ?|,? (?:and|or) |, ", ";"),  # "1, 234" is two numbers, "1,234" is one
-    (r"\\[dtc]frac", r"\\frac"),
-    (r"\\(frac|sqrt) ?(\d)", r"\\\1{\2}"),  # \frac12 and \sqrt2
-    (r"(\\frac\{[^{}]*\}) ?(\d)", r"\1{\2}"),
-    (r"(?:\^ ?\{? ?\\circ ?\}?|\\degree) ?[CF]?(?![a-zA-Z])", ""),
-    (r"([_^])\{(\w)\}", r"\1\2"),
+    (r"√ ?(\d+|\w)", r"\\sqrt{\1}"),
+    (r"\\(?:left|right|displaystyle)(?![a-z])|\\! ?", ""),  # \left( is (
+    (r"\\?[$%]|\\[()]", ""),  # currency and percent are units: 28 \% is 28, and so it is not 0.28
+    (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-z])|~|\s+", " "),  # 2\,000 is 2 000; the \\ that ends a matrix' row stays
+    (r"\{,\}", ","),  # 1{,}234 is 1,234
+    (r",? ?\\text\{,? ?(?:and|or) ?\} ?|,? (?:and|or) |, ", ";"),  # 1, 234 is two numbers, 1,234 is one
+    (r"\\[dt]frac", r"\\frac"),
+    (r"\\(frac|sqrt) ?(\w)", r"\\\1{\2}"),  # \frac12 is \frac{1}2
+    (r"(\\frac\{[^{}]*\}) ?(\w)", r"\1{\2}"),  # \frac{1}2 is \frac{1}{2}
+    (r"\^ ?\{? ?\\circ ?\}?(?: ?[CF]$)?", ""),  # 90^{\circ} is 90
+    (r"\\mathrm\{(\w)\}", r"\1"),  # \mathrm{e} is e
+    (r"([_^])\{(\w)\}", r"\1\2"),  # x^{2} is x^2
+    (r"[.,;\s]+$", ""),  # 42. is 42
+    (r"(?<=[\w})]) ?" + NO_UNIT + r"\\(?:text|mbox|mathrm)\{[a-zA-Z /.^-]*\}(?:\^\{?-?\d\}?)?$", ""),  # 15\mbox{ cm}^2
+    (r"(?<=[\d}]) " + NO_UNIT + r"\(?(?:[a-zA-Z]{3,}|[ckm]m|kg|Hz)[a-zA-Z /]*\)?$", ""),  # 18 eggs, 9 (apples)
+    (r"^\\(?:text|textbf|mbox|mathrm)\{([^{}]*)\}$", r"\1"),  # \text{even} is even
+    (r"^ *\(([A-Z])\)\.?$", r"\1"),  # (B) is B
+    (r"^\\\{(.*)\\\}$", r"\1"),  # the set \{1, 2\} is the list 1, 2
+    (r"(?<!\w) | (?!\w)", ""),  # x - 1 is x-1; the space in 9 9 or \pi r has a meaning
+    (r"^([^,;]*)\\pm([^,;]*)$", r"\1+\2;\1-\2"),  # 1 \pm \sqrt{2} is two numbers
 ]
-REWRITES = [(re.compile(pattern), new) for pattern, new in REWRITES]
-# A unit at the end: any \text{...}, or words of three letters and more. One bare letter may be a variable: 2k, 7.6Z.
-UNIT = re.compile(
-    r"(?:(?<=[\w})])(?: ?\\cdot)? ?\\(?:text|mbox|mathrm(?!\{[ei]\}))\{[^{}]*\}"
-    r"|(?<=[\d}]) \(?(?:[a-zA-Z]{3,}|[cmk]m|kg|ft|lb|oz|hr|Hz)\b[a-zA-Z /]*\)?)(?:\^(?:\{-?\d\}|\d))?$",
-    re.ASCII,
-)
-NO_UNIT = re.compile(  # unless a word there changes the number or takes it back, or offers another
-    r"\b(?:not?|x?or|and|is|isn|wrong|incorrect|plus|minus|times|over|hundred|thousand|\w*illion|dozen)\b"
-    r"|\b(?:sin|cos|tan|log|exp)\b|[,;:!?]|(?<![\^{-])\d(?!\D*$)"
-)
-WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' -]*[A-Za-z])?")
-NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_\w|_\{\w+\})?(?:\([A-Za-z]\))?|\([a-z](?:[,;][a-z])+\)"
-ASSIGNMENT = re.compile(rf"({NAME})(?:=|\\in(?![a-z]))([^=<>]+)")
+NUMBER = re.compile(r"[+-]? ?(?:(?:\d+ )?\d+/0*[1-9]\d*|(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)", re.ASCII)  # 1 1/2
+GROUPS = re.compile(r"[+-]?\d{1,3}(?:[, ]\d{3})+(?:\.\d*)?")  # 1,234.50
+# The front of x=5, x_1=5, f(x)=2x, \theta=5, (x,y)=(1,2) and x\in[1,2]
+SYMBOL = r"(?:[A-Za-z]|\\[a-z]+)(?:_\w)?(?:\([a-z]\))?|\([a-z][,;][a-z]\)"
+SYMBOL = re.compile(rf"(?:^|(?<=[,;]))(?:{SYMBOL})(?:=|\\in(?![a-z]))")
 RELATION = re.compile(r"[=<>]|\\(?:[lg]eq?|neq?|equiv|approx|sim|cong|in|to|propto)(?![a-z])")
-ARGUMENTS = re.compile(
-    r"\\(?:frac|binom)\{[^{}]*\}\{[^{}]*\}|(?:\\(?!frac|binom)[a-zA-Z]+(?:\[\w+\])?|[_^])\{[^{}]*\}"
-)
 MISREAD = re.compile(  # what the library gets wrong if it is asked
-    r"[^ -~]|[?#@:\"]|\\(?:text|mbox|[hv]?phantom|hspace)"  # it drops what it cannot read
-    r"|(?<!_)\d(?: |[\[\]]|\\[{}])+\d|\d[_']|\d [a-zA-Z]{2}"  # it adds up neighbours, 9 9 is 18, drops bases, 52_8
-    r"|\d[eE][+-]?\d|(?<![a-zA-Z\\])(?!arc|sinh|cosh|tanh|sqrt|[pbv]matrix)[a-zA-Z]{4}"  # 3·e·8; listen is silent
+    r"[^ -~]|[?#@:\"]|\\text|\\mbox"  # it drops what it cannot read
+    r"|\d(?:[ \[\]]|\\[{}])+\d|(?<![a-zA-Z}\]_^\\])\{"  # it adds up neighbours: 9 9 and {9}{9} are 18
+    r"|\d[_']|\d[eE][+-]?\d|\d [a-zA-Z]{2}"  # it drops the base of 52_8, and reads 3e8 as 3·e·8
+    r"|^[a-zA-Z]+$|(?<![a-zA-Z\\{])[a-zA-Z]{4}"  # words are products to it: listen is silent
 )
 
 
@@ -318,41 +314,34 @@ def last_answer(completion):
     """The content of the last box, else the number right after the last ####, else None."""
     boxes = list(BOX.finditer(completion))
     if not boxes:
-        _, hashes, rest = completion.rpartition("####")
-        return (HASHES.match(rest[:MAX_CHARS]) or [0, None])[1] or None if hashes else None
+        hashes = HASHES.match(completion.rpartition("####")[2][:MAX_CHARS]) if "####" in completion else None
+        return hashes[1] if hashes else None
     depth, body = 1, completion[boxes[-1].end() :][: MAX_CHARS + 1]
     for brace in re.finditer(r"\\.|[{}]", body, re.DOTALL):  # \\. steps over \{ and \}, which are no groups
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        depth += (brace[0] == "{") - (brace[0] == "}")
         if depth == 0:
             return body[: brace.start()].strip() or None
     return None  # never closed: the completion was cut off there, and an earlier box was not its last word
 
 
-@functools.lru_cache(maxsize=10_000)
 def rewrite(text):
     """One spelling for all the spellings of an answer."""
-    for symbol, latex in SYMBOLS.items():
-        text = text.replace(symbol, latex)
+    text = text.translate(str.maketrans(SYMBOLS))
     for pattern, new in REWRITES:
-        text = pattern.sub(new, text)
-    text = re.sub(r"[.,;]$", "", text.strip()).strip()
-    text = re.sub(r"^\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]*)\}$", r"\1", text).strip(" .")
-    while (unit := UNIT.search(text)) and not NO_UNIT.search(unit[0]):
-        text = text[: unit.start()].strip(" .")
-    text = re.sub(r"^\(([A-Z])\)$", r"\1", text)  # a choice: (B) is B
-    text = re.sub(r"(?<!\w) | (?!\w)", "", text)  # the space in 9 9 or \pi r has a meaning
-    return text.lower() if len(text) > 1 and WORDS.fullmatch(text) else text
+        text = re.sub(pattern, new, text.strip())
+    return text.lower() if re.fullmatch(r"[A-Za-z][A-Za-z' -]+", text) else text  # Evelyn is evelyn, but B is not b
 
 
 def number(text):
-    """(exact value, whether it was written as a decimal), or None."""
-    text = re.sub(r"\\frac\{(-?\d+)\}\{(\d+)\}", r" \1/\2", text).strip()
-    match = NUMBER.fullmatch(re.sub(r"^([+-]?)10\^", r"\g<1>1x10^", text))
-    if not match or match[4] and int(match[4]) == 0:
+    """(exact value, whether it is a decimal fraction), or None."""
+    text = re.sub(r"\\frac\{(-?\d+)\}\{(\d+)\}", r" \1/\2", text).strip()  # -1\frac{1}{2} is -1 1/2
+    text = re.sub(r"^([+-]?)10\^", r"\g<1>1\\times 10^", text)  # 10^{-3} is 1\times 10^{-3}
+    text = re.sub(r"(?:\\times|\\cdot) ?10\^\{?([+-]?\d+)\}?$", r"e\1", text)  # 3\times 10^8 is 3e8
+    text = re.sub("[, ]", "", text) if GROUPS.fullmatch(text) else text
+    if not NUMBER.fullmatch(text):
         return None
-    sign, whole, top, bottom, power = match.groups()
-    value = (int(whole or 0) + Fraction(re.sub("[ ,]", "", top)) / int(bottom or 1)) * Fraction(10) ** int(power or 0)
-    return -value if sign == "-" else value, value.denominator > 1 and ("." in top or power is not None)
+    value = sum(map(Fraction, text.lstrip("+-").split()))
+    return -value if text[0] == "-" else value, value.denominator > 1 and ("." in text or "e" in text)
 
 
 def split(text):
@@ -369,18 +358,6 @@ def split(text):
     return items if depth == 0 else None
 
 
-def as_list(text):
-    """'(1,2]' -> ('(]', ['1', '2']); '1,2' and '\\{1,2\\}' -> ('', ['1', '2']); '3\\pm1' -> ('', ['3+1', '3-1'])."""
-    brackets, items = "", split(text) or [text]
-    if len(items) == 1 and (match := re.fullmatch(r"(\(|\[|\\\{)(.+?)(\)|\]|\\\})", text)):
-        inner = split(match[2])
-        if inner and (len(inner) > 1 or match[1] == r"\{"):
-            brackets, items = match[1] + match[3], inner
-    if brackets not in ("", r"\{\}"):
-        return brackets, items
-    return "", [item.replace(r"\pm", s) for item in items for s in ("+-" if item.count(r"\pm") == 1 else [r"\pm"])]
-
-
 def same(gold, text):
     """Whether two rewritten answers are equal. They are not interchangeable: the gold says which form is asked for."""
     if gold == text:
@@ -388,131 +365,85 @@ def same(gold, text):
     a, b = number(gold), number(text)
     if a and b:  # exactly, unless one is a decimal fraction
         return a[0] == b[0] or (a[1] or b[1]) and abs(a[0] - b[0]) <= TOLERANCE * abs(a[0])
-    gold_relates, relates = bool(RELATION.search(gold)), bool(RELATION.search(text))
-    gold_named, named = ASSIGNMENT.fullmatch(gold), ASSIGNMENT.fullmatch(text)
-    if gold_named and named:
-        return gold_named[1] == named[1] and same(gold_named[2], named[2])
-    if named and not gold_relates or gold_named and not relates:
-        return same(gold_named[2] if gold_named else gold, named[2] if named else text)
-    (gold_brackets, golds), (brackets, texts) = as_list(gold), as_list(text)
-    if len(golds) > 1 or len(texts) > 1:
-        if gold_brackets != brackets or len(golds) != len(texts):
-            return False  # this stops spraying: 41,42 is not 42
-        if brackets:
-            return all(map(same, golds, texts))
-        for item in golds:  # a bare list or a set, in any order
-            found = item if item in texts else next((other for other in texts if same(item, other)), None)
-            if found is None:
-                return False
-            texts.remove(found)
-        return True
-    if gold_relates != relates:  # 17 = 18 is neither 17 nor 18
-        return False
-    return readable(gold) and readable(text) and library_equal(gold, text)
+    if bool(RELATION.search(gold)) != bool(RELATION.search(text)):  # x=5 is 5, but 17=18 is neither 17 nor 18
+        values = SYMBOL.sub("", gold), SYMBOL.sub("", text)
+        return values != (gold, text) and same(*values)
+    golds, texts = split(gold), split(text)
+    if not golds or not texts or len(golds) != len(texts):
+        return False  # this stops spraying: 41,42 is not 42
+    if len(golds) > 1:
+        missed = [item for item in golds if item not in texts and not any(same(item, other) for other in texts)]
+        extra = [other for other in texts if other not in golds and not any(same(item, other) for item in golds)]
+        return not missed and not extra  # in any order
+    golds, texts = split(gold[1:-1]), split(text[1:-1])
+    if gold[:1] in ("(", "[") and golds and texts and len(golds) > 1:  # a point or an interval: in this order
+        return gold[0] + gold[-1] == text[:1] + text[-1:] and len(golds) == len(texts) and all(map(same, golds, texts))
+    return not MISREAD.search(gold) and not MISREAD.search(text) and library_equal(gold, text)
 
 
-def readable(text):
-    """Whether the library may be asked, because it will not have to guess."""
-    if MISREAD.search(text) or WORDS.fullmatch(text) or split(text) is None:
-        return False
-    while (shorter := ARGUMENTS.sub("a", text)) != text:
-        text = shorter
-    return not re.search(r"(?<!\\)[{}]", text)  # {9}{9}: braces around no command's argument, added up too
-
-
-def library_worker(fd, limit):
-    """Runs in a process of its own, from its source, so that nothing of the caller's is imported there. It imports the
-    library once, then forks a child for every verdict. The kernel kills a child that runs out of time, whatever it is
-    doing, and no memory of it is left behind."""
-    import json
-    import os
-    import resource
-    import signal
-    import socket
-
-    import sympy
-    from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    latex = NormalizationConfig(basic_latex=True, malformed_operators=True, boxed="none")
-    config = [LatexExtractionConfig(normalization_config=latex)]  # no other extraction: it pays any last number
-
-    def equal(gold, text):
-        gold, text = (parse(f"${s}$", config, fallback_mode="no_fallback", parsing_timeout=None) for s in (gold, text))
-        if not (gold and text and verify(gold, text, timeout_seconds=None)):
-            return False
-        a, b = gold[0], text[0]
-        if not all(isinstance(x, sympy.Expr) and x.is_number for x in (a, b)):
-            return True
-        a, b = a.doit(), b.doit()  # the library rounds to 15 digits behind the point, so that 10^{-20} is 10^{-30}
-        if a.is_Rational and b.is_Rational:
-            return a == b
-        return bool(abs(sympy.N(a - b, 30)) <= 1e-6 * abs(sympy.N(a, 30)))
-
+def library_worker():
+    """Runs in a process of its own, from its source, so that nothing of the caller's is imported there. Each question
+    goes to a forked child: the kernel ends one that runs out of time, whatever it is doing. Exit status 42 is yes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # by default an alarm kills
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    import resource
+
+    from math_verify import LatexExtractionConfig, parse, verify
+
     resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
-    equal(r"\frac{x^2}{2}+\sqrt{3}", r"x\cdot\frac{x}{2}+\sqrt3")  # fills the parser's tables, for all the children
-    control = socket.socket(fileno=fd)
-    control.sendall(b"r")  # ready
-    while fds := socket.recv_fds(control, 1, 1)[1]:  # a socket for every question, and none once the caller is gone
-        if os.fork() == 0:
-            signal.setitimer(signal.ITIMER_REAL, limit)
-            with socket.socket(fileno=fds[0]) as question:
-                try:
-                    answer = equal(*json.loads(question.recv(2**16)))
-                except BaseException:  # RecursionError and MemoryError too: unreadable is not equal
-                    answer = False
-                question.sendall(b"1" if answer else b"0")
-            os._exit(0)
-        os.close(fds[0])
+    latex = [LatexExtractionConfig()]  # no other extraction: it pays any last number
+    read = functools.partial(parse, extraction_config=latex, fallback_mode="no_fallback", parsing_timeout=None)
+    verify(read(r"$(x+1)^2$"), read(r"$x^2+2x+\sqrt{1}$"), timeout_seconds=None)  # loads what all children need
+    os.write(1, b"r")  # ready
+    for line in sys.stdin:  # ends when the caller does, however that ends
+        if os.fork() > 0:
+            status = os.waitstatus_to_exitcode(os.wait()[1])
+            os.write(1, {42: b"1", -signal.SIGALRM: b"t"}.get(status, b"0"))  # an error or a crash is not equal
+            continue
+        gold, text, seconds = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        gold, text = read(f"${gold}$"), read(f"${text}$")
+        equal = gold and text and verify(gold, text, timeout_seconds=None)
+        if equal and all(getattr(side[0], "is_number", False) for side in (gold, text)):
+            a, b = gold[0].doit(), text[0].doit()  # once more: the library takes 10^{-20} for 10^{-30}
+            equal = a == b if a.is_Rational and b.is_Rational else abs((a - b).evalf(30)) <= 1e-6 * abs(a.evalf(30))
+        os._exit(42 if equal else 0)
 
 
-WORKER_SOURCE = inspect.getsource(library_worker)  # read now: the file may be edited while a run lasts
-library = {"process": None, "socket": None, "timeouts": 0}
-library_lock = threading.Lock()
-budget = threading.local()  # .seconds that this thread's verdict may still spend in the library
-
-
-def start_library():
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, "-c", f"{WORKER_SOURCE}\nlibrary_worker({theirs.fileno()}, {LIMIT})"]
-    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    library["process"] = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True, **quiet)
-    library["socket"] = ours  # it closes when this process ends, however it ends, and then the worker ends as well
-    theirs.close()
-    ours.settimeout(60)
-    if ours.recv(1) != b"r":
-        raise RuntimeError("the verifier's process did not start; is math-verify installed? pip install math-verify")
+# The source is read now, since the file may be edited during a run.
+WORKER = f"import functools, json, os, signal, sys\n{inspect.getsource(library_worker)}\nlibrary_worker()"
+library = {"process": None, "timeouts": 0}
+start_lock, question_lock = threading.Lock(), threading.Lock()
+budget = threading.local()  # .seconds that this thread's verdict may still wait for the library
 
 
 @functools.lru_cache(maxsize=10_000)
 def library_equal(gold, text):
-    """Asks the worker. Raises TimeoutError, which the cache does not keep."""
-    for _ in range(3):
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            ours.sendall(json.dumps([gold.replace(";", ","), text.replace(";", ",")]).encode())
-            with library_lock:
-                if library["process"] is None or library["process"].poll() is not None:
-                    start_library()
-                worker, asked = library["process"], time.monotonic()
-            try:
-                socket.send_fds(library["socket"], [b"?"], [theirs.fileno()])
-                theirs.close()
-                ours.settimeout(max(budget.seconds, 0.001))
-                reply = ours.recv(1)  # empty if the library crashed on it
-                budget.seconds -= time.monotonic() - asked
-                return reply == b"1"
-            except TimeoutError:
-                with library_lock:
-                    library["timeouts"] += 1
-                raise
-            except OSError:  # somebody killed the worker; the next round starts another
-                worker.kill()
-                worker.wait()
-    raise RuntimeError("the verifier's process was killed three times in a row; is there memory left?")
+    """Asks the worker, one question at a time. Raises TimeoutError, which the cache does not keep."""
+    with start_lock:  # starting takes a second or two, which count for no verdict
+        if library["process"] is None or library["process"].poll() is not None:
+            command = [sys.executable, "-c", WORKER]
+            library["process"] = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+            if library["process"].stdout.read(1) != b"r":
+                raise RuntimeError("the verifier's process did not start; is math-verify installed?")
+    worker, end, reply = library["process"], time.monotonic() + budget.seconds, b""
+    if not question_lock.acquire(timeout=max(0, budget.seconds)):
+        raise TimeoutError
+    try:
+        question = [gold.replace(";", ","), text.replace(";", ","), max(0.001, end - time.monotonic())]
+        worker.stdin.write(json.dumps(question).encode() + b"\n")
+        reply = worker.stdout.read(1)
+    except BrokenPipeError:
+        pass
+    finally:
+        budget.seconds = end - time.monotonic()
+        if not reply:  # somebody killed it; or Ctrl-C came, and the next question must not get this one's reply
+            worker.kill()
+            worker.wait()
+        question_lock.release()
+    if reply == b"t":
+        raise TimeoutError
+    return reply == b"1" if reply else library_equal(gold, text)  # asks a new worker
 
 
 def verify_timeouts():
@@ -525,43 +456,33 @@ def gold_answer(raw):
     27.0 is 27; of a solution the last box counts, else what stands after ####; a list holds alternatives."""
     if isinstance(raw, list) and raw:
         return OR.join({rewrite(gold): gold for gold in map(gold_answer, raw)}.values())
-    if isinstance(raw, float) and raw.is_integer():
-        raw = int(raw)
-    if isinstance(raw, bool) or not isinstance(raw, (str, int, float)):
-        raise BadInput(f"the gold {str(raw)[:60]!r} is no answer: a string, a number or a list of them is needed")
-    return read_gold(str(raw))
-
-
-@functools.lru_cache(maxsize=20_000)
-def read_gold(raw):
-    text = raw.strip()
-    if BOX.search(raw):
-        text = last_answer(raw) or ""
-    elif "####" in raw:
-        text = last_answer(raw) or raw.rpartition("####")[2].strip()
-    if (
-        text.lower() in ("nan", "none", "null", "inf", "-inf")
-        or len(re.findall(r"(?<!\\)\b[A-Za-z]{2,}", text[:MAX_CHARS])) > 8  # a solution in words, without a box or ####
-        or not re.search(r"\w", rewrite(text[:MAX_CHARS]))
-        or last_answer(rf"\boxed{{{text}}}") != text  # too long, or braces that do not close
-    ):
-        raise BadInput(f"the gold {raw[:60]!r} has no answer that can be read")
+    text = str(int(raw) if isinstance(raw, float) and raw.is_integer() else raw).strip()
+    if INTEGER.fullmatch(text):
+        return text
+    if BOX.search(text) or "####" in text:
+        text = last_answer(text) or ""
+    prose = len(re.findall(r"(?<!\\)\b[A-Za-z]{2,}", text[:MAX_CHARS])) > 8  # a solution in words, without ####
+    whole = last_answer(rf"\boxed{{{text}}}") == text  # not too long, and its braces close
+    empty = text.lower() in ("nan", "none", "inf", "-inf") or whole and not re.search(r"\w", rewrite(text))
+    if type(raw) not in (str, int, float) or prose or empty or not whole:
+        raise BadInput(f"the gold {str(raw)[:60]!r} has no answer that can be read")
     return text
 
 
 def verify(completion: str, answer: str) -> float:
     """1.0 if the completion's last box, else the number after its last ####, equals the answer, else 0.0."""
-    golds = gold_answer(answer)
+    gold = gold_answer(answer)
     text = last_answer(completion) if isinstance(completion, str) else None
     if text is None:
         return 0.0
-    if text.isascii() and text.isdigit() and golds.isascii() and golds.isdigit():
-        return float(int(text) == int(golds))
+    if INTEGER.fullmatch(text) and INTEGER.fullmatch(gold):
+        return float(int(text) == int(gold))
     budget.seconds = LIMIT
     try:
-        golds, text = [rewrite(gold) for gold in golds.split(OR)], rewrite(text)
-        return float(text in golds or any(same(gold, text) for gold in golds))
+        golds, text = [rewrite(one) for one in gold.split(OR)], rewrite(text)
+        return float(text in golds or any(same(one, text) for one in golds))
     except TimeoutError:
+        library["timeouts"] += 1
         return 0.0
 
 

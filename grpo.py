@@ -274,7 +274,8 @@ def main(args):
         if len(problems) < args.prompts_per_step:
             raise BadInput(f"{args.dataset} has {len(problems)} usable prompts: --prompts_per_step must not be larger")
     if args.eval_dataset or not args.dataset.endswith(".jsonl"):
-        held_out = load_problems(args.eval_dataset or args.dataset, args.dataset_config, "test", tokenizer, args)
+        source, config = (args.eval_dataset, None) if args.eval_dataset else (args.dataset, args.dataset_config)
+        held_out = load_problems(source, config, "test", tokenizer, args)
         del held_out[args.eval_problems :]
     else:
         print("no held-out problems, so no evaluation: --eval_dataset names some")
@@ -346,13 +347,14 @@ def main(args):
             optimizer.zero_grad()
 
         # --- log, evaluate, save ---
-        p, equal = rewards.mean().item(), batch.rewards.amax(1) == batch.rewards.amin(1)
+        p, entropy = rewards.mean().item(), batch.entropies[mask].mean().item()
+        equal = batch.rewards.amax(1) == batch.rewards.amin(1)
         means = {key: value / args.updates_per_rollout if isfinite(value) else None for key, value in sums.items()}
         record = {
             "step": step, "reward": p, "degenerate_frac": equal.float().mean().item(),
             "degenerate_iid": p**args.group_size + (1 - p) ** args.group_size,
             "completion_len": mask.sum(1).float().mean().item(), "truncated_frac": 1 - finished.float().mean().item(),
-            "entropy": batch.entropies[mask].mean().item(), "loss": means["loss"], "grad_norm": means["grad_norm"],
+            "entropy": entropy if isfinite(entropy) else None, "loss": means["loss"], "grad_norm": means["grad_norm"],
             "clip_frac": means["clip_frac"], "kl": means["kl"] if reference else None,
             "learning_rate": learning_rate, "tokens": mask.sum().item(),
             "seconds_rollout": seconds_rollout, "seconds_update": time.perf_counter() - clock,
@@ -389,7 +391,7 @@ def parse_args(argv=None):
 if __name__ == "__main__":
     try:
         main(parse_args())
-    except BadInput as error:
+    except (BadInput, OSError) as error:  # OSError: a full disk, for one
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

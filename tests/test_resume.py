@@ -100,13 +100,16 @@ def test_35_the_reference_is_the_model_the_run_began_with(data, tmp_path, monkey
     assert metrics(tmp_path)[-2]["kl"] > 0
 
 
-def test_34_metrics_past_the_checkpoint_and_half_a_line_are_dropped(two_steps, data, tmp_path):
+@pytest.mark.parametrize("past", ['{"step": 3, "reward": 0.25}\n{"step": 4, "rew', '{"step": 3, "rew'])
+def test_34_metrics_past_the_checkpoint_and_half_a_line_are_dropped(two_steps, data, tmp_path, past):
     """Fault: the steps that are taken again stand in the log twice, or half a line breaks it."""
     folder = tmp_path / "run"
     shutil.copytree(two_steps, folder)
-    shutil.rmtree(folder / "checkpoint-2")
     log = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(log + '{"step": 3, "reward": 0.25}\n{"step": 4, "rew')
+    (folder / "metrics.jsonl").write_text(log + past)
+    run(grpo, data, folder, "--steps", 2, "--save_every", 1, "--resume")
+    assert_same_run(two_steps, folder, 2)
+    shutil.rmtree(folder / "checkpoint-2")
     run(grpo, data, folder, "--steps", 2, "--save_every", 1, "--resume")
     assert_same_run(two_steps, folder, 2)
 
