@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from datasets import load_dataset
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, logging
 
 
 class BadInput(ValueError):
@@ -86,6 +86,7 @@ def load_model(name, device, trainable=True):
     Dropout is 0 everywhere, in train mode too: the ratio must be 1 before the first update. trainable=False freezes
     the weights, so that no gradient or optimizer memory is spent on them. Raises BadInput if nothing can be loaded.
     """
+    logging.disable_progress_bar()  # of weight files; a hub download still shows its own
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadInput(f"--device {device}: torch sees no CUDA device here; use --device cpu")
