@@ -118,6 +118,8 @@ def set_up(options, script=grpo, name=None, run=None):
     given = {key: value for key, value in vars(options).items() if key in known and value is not None}
     args = dataclasses.replace(args, **{key: value for key, value in (run or own).items() if key in known} | given)
     args.model, args.device = path, options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not args.temperature >= 0.01:
+        raise BadInput(f"--temperature must be at least 0.01, not {args.temperature}")
     model, tokenizer = load_model(path, args.device)
     source = options.dataset or args.eval_dataset or args.dataset
     problems = grpo.load_problems(source, args.dataset_config, options.split, tokenizer, args)[: options.problems]

@@ -18,8 +18,9 @@ from subprocess import DEVNULL, PIPE, Popen
 import torch
 import torch.nn.functional as F
 from datasets import load_dataset
+from safetensors import safe_open
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, logging
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, logging
 
 
 class BadInput(ValueError):
@@ -87,14 +88,18 @@ def load_model(name, device, trainable=True):
     the weights, so that no gradient or optimizer memory is spent on them. Raises BadInput if nothing can be loaded.
     """
     logging.disable_progress_bar()  # of weight files; a hub download still shows its own
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise BadInput(f"--device {device}: {first_line(error)}") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadInput(f"--device {device}: torch sees no CUDA device here; use --device cpu")
     try:
         config = AutoConfig.from_pretrained(name)
-        for key, value in vars(config).items():  # attn_pdrop, hidden_dropout, layerdrop, ...: each family has its own
-            if "drop" in key and isinstance(value, float):
-                setattr(config, key, 0.0)
+        for part in (config, *(x for x in vars(config).values() if isinstance(x, PreTrainedConfig))):  # text_config too
+            for key, value in vars(part).items():  # attn_pdrop, hidden_dropout, layerdrop, ...: each family's own name
+                if "drop" in key and isinstance(value, float):
+                    setattr(part, key, 0.0)
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=DTYPES.get(device.type, torch.float32))
     except Exception as error:  # no such folder, no network, broken weights, ...
@@ -132,6 +137,15 @@ def encode_prompt(tokenizer, text):
     return tokenizer(f"Question: {text}\nAnswer:").input_ids
 
 
+def check_context(model, problems, args):
+    """BadInput if a prompt and its response together are longer than the model's context."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max((len(problem["prompt_ids"]) for problem in problems), default=0)
+    if context and longest + args.max_new_tokens > context:
+        raise BadInput(f"--max_new_tokens {args.max_new_tokens} after a prompt of {longest} tokens is more than the "
+                       f"model's context of {context}: lower it, or --max_prompt_tokens")  # fmt: skip
+
+
 def float32_masters(model):
     """Float32 copies of a model's weights, for the optimizer: in bf16, an update of 1e-6 on a weight of 1 rounds away.
 
@@ -166,14 +180,21 @@ FIXED = ("script", "model", "dataset", "dataset_config", "instruction", "seed", 
 
 
 def open_run(folder, script, args):
-    """Claim an output folder for a run of a script, or, with --resume, find where the run in it goes on.
+    """Check the numbers among the flags, and claim an output folder, or with --resume find where its run goes on.
 
     Returns (log, checkpoint, step, state): metrics.jsonl open for appending, without the lines past the checkpoint;
     the newest whole checkpoint's folder, its step and its state, or None, 0 and None for a run from the start. The
     folder gets config.json and a copy of the script. BadInput if it holds another run.
     """
+    least = {"steps": 0, "warmup_steps": 0, "seed": 0, "group_size": args.min_group_size, "temperature": 0.01}
+    least |= dict.fromkeys(("learning_rate", "weight_decay", "clip_low", "clip_high", "beta"), 0.0)
+    least |= {"max_grad_norm": 1e-9}  # inf switches clipping off
+    for flag, value in vars(args).items():
+        minimum = least.get(flag, 1 if type(value) is int else -float("inf"))
+        if type(value) in (int, float) and not value >= minimum:  # NaN is refused as well
+            raise BadInput(f"--{flag} must be at least {minimum}, not {value}")
     metrics, config = folder / "metrics.jsonl", {"script": Path(script).stem, **asdict(args)}
-    if metrics.exists() and metrics.stat().st_size and not args.resume:
+    if (metrics.exists() and metrics.stat().st_size or checkpoints(folder)) and not args.resume:
         raise BadInput(f"{folder} holds a run: add --resume to go on with it, or choose another --output_dir")
     if args.resume and not (folder / "config.json").exists():
         raise BadInput(f"--resume: there is no run in {folder}")
@@ -185,6 +206,9 @@ def open_run(folder, script, args):
             raise BadInput(f"--resume: the run in {folder} is another one ({changed}); choose another --output_dir")
         for key in changed.keys() - {"resume", "output_dir", "device"}:
             print(f"resuming with another --{key}: {changed[key]}")
+        kept = folder / Path(script).name
+        if kept.exists() and kept.read_text() != Path(script).read_text():
+            print(f"resuming with an edited {kept.name}: the run's copy of it is replaced")
         checkpoint, step, state = load_checkpoint(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -195,8 +219,9 @@ def open_run(folder, script, args):
             kept.append(line + "\n")
         metrics.with_suffix(".tmp").write_text("".join(kept))
         metrics.with_suffix(".tmp").replace(metrics)
-        (folder / "config.tmp").write_text(json.dumps(config, indent=2))
-        (folder / "config.tmp").replace(folder / "config.json")
+        if args.steps or not args.resume:  # an evaluation in between changes no setting of the run
+            (folder / "config.tmp").write_text(json.dumps(config, indent=2))
+            (folder / "config.tmp").replace(folder / "config.json")
         shutil.copy(script, folder)
         return open(metrics, "a", buffering=1), checkpoint, step, state
     except OSError as error:
@@ -223,14 +248,19 @@ def save_checkpoint(run, step, model, tokenizer, masters, optimizer):
         raise BadInput(message) from error
     shutil.rmtree(folder, ignore_errors=True)  # a broken one of the same step, passed over at a resume
     aside.rename(folder)
-    for old in checkpoints(run)[:-2]:
+    for old in [old for old in checkpoints(run) if step_of(old) <= step][:-2]:
         shutil.rmtree(old)
 
 
+def step_of(path):
+    """The step of a checkpoint's folder; None for any other name, such as checkpoint-best, which is the user's own."""
+    digits = path.name.removeprefix("checkpoint-")
+    return int(digits) if digits.isdecimal() else None
+
+
 def checkpoints(run):
-    """The checkpoint folders of a run, oldest first; a copy under a name like checkpoint-20-best is the user's own."""
-    found = [path for path in Path(run).glob("checkpoint-*") if path.name.split("-", 1)[1].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+    """The checkpoint folders of a run, oldest first."""
+    return sorted((path for path in Path(run).glob("checkpoint-*") if step_of(path) is not None), key=step_of)
 
 
 def load_checkpoint(run):
@@ -239,6 +269,8 @@ def load_checkpoint(run):
         try:
             whole = json.loads((folder / "whole.json").read_text())
             if all((folder / name).stat().st_size == size for name, size in whole["sizes"].items()):
+                for file in folder.glob("*.safetensors"):
+                    safe_open(file, "pt").__enter__()  # reads the header: a file of the right size may hold zeros
                 state = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
                 print(f"going on from {folder}")
                 return folder, whole["step"], state

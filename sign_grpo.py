@@ -29,8 +29,8 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache, HfArgumentParser
 
-from common import BadInput, encode_prompt, load_model, load_rows, stop_token_ids, verify, verify_timeouts
-from common import copy_masters, float32_masters, open_run, restore, save_checkpoint, token_logps_and_entropies
+from common import BadInput, check_context, encode_prompt, load_model, load_rows, open_run, restore, save_checkpoint
+from common import copy_masters, float32_masters, stop_token_ids, token_logps_and_entropies, verify, verify_timeouts
 
 
 def arg(default, help):
@@ -66,7 +66,7 @@ class Args:
     clip_high: float = arg(0.2, "eps_high: the ratio is clipped above 1 + eps_high")
     beta: float = arg(0.0, "weight of the KL to the model the run began with; above 0 that model stays in memory")
     micro_batch_tokens: int = arg(16384, "rows x columns of one forward and backward: memory, not mathematics")
-    gradient_checkpointing: bool = arg(True, "recompute activations: far less memory, about a third more update time")
+    gradient_checkpointing: bool = arg(True, "activations are recomputed: less memory, about a third more update time")
     # --- evaluation and logging ---
     eval_every: int = arg(50, "steps between evaluations; one before the first step and one after the last come anyway")
     eval_problems: int = arg(200, "held-out problems in an evaluation")
@@ -74,8 +74,8 @@ class Args:
     log_completions_every: int = arg(10, "steps between printed completions")
     save_every: int = arg(100, "steps between checkpoints; the last step is saved anyway")
     # --- algorithm ---
-    min_group_size = 1  # not a flag: no group mean is taken
-    scores_first = False  # not a flag: compute_advantages needs no old_logps, ref_logps or entropies
+    min_group_size = 1  # without a type, so not a flag: no group mean is taken
+    scores_first = False  # not a flag either: compute_advantages needs no old_logps, ref_logps or entropies
 
 
 TINY_DIR = str(Path(__file__).resolve().parent / "tests" / "tiny")
@@ -119,16 +119,19 @@ def policy_loss(logps, old_logps, ref_logps, advantages, weights, args):
 
     ref_logps may be None; W = 0 marks a masked token. A sum, not a mean: W holds every 1 / L and 1 / B, so the losses
     of micro-batches add up to the batch's."""
+    def exp(x):  # finite, at most e^20 = 5e8, or an infinite ratio would make a clipped token's gradient 0 * inf
+        return torch.exp(x - (x - 20.0).clamp(min=0.0).detach())
+
     mask = weights != 0
     # Select before the arithmetic: a NaN under the mask would come back as 0 * NaN in the backward of exp.
     logps, old_logps, advantages = (torch.where(mask, x, 0.0) for x in (logps, old_logps, advantages))
-    ratio, low, high = torch.exp(logps - old_logps), 1 - args.clip_low, 1 + args.clip_high
+    ratio, low, high = exp(logps - old_logps), 1 - args.clip_low, 1 + args.clip_high
     loss = -(weights * torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)).sum()
     bound = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
     metrics = {"clip_frac": bound.sum() / mask.sum().clamp(min=1)}
     if ref_logps is not None:
-        log_ratio = (torch.where(mask, ref_logps, 0.0) - logps).clamp(max=20.0)  # exp stays finite: 5e8 at the clamp
-        k3 = torch.exp(log_ratio) - log_ratio - 1  # at least 0, its mean is the KL: joschu.net/blog/kl-approx
+        log_ratio = torch.where(mask, ref_logps, 0.0) - logps
+        k3 = exp(log_ratio) - log_ratio - 1  # at least 0, its mean is the KL: joschu.net/blog/kl-approx
         loss = loss + args.beta * (weights * k3).sum()
         metrics["kl"] = k3.detach().sum() / mask.sum().clamp(min=1)
     return loss, metrics
@@ -249,14 +252,9 @@ def evaluate(model, tokenizer, problems, args, path):
 
 
 def main(args):
-    least = {"steps": 0, "warmup_steps": 0, "seed": 0, "group_size": args.min_group_size, "temperature": 0.01}
-    for flag, value in vars(args).items():
-        minimum = least.get(flag, 1 if type(value) is int else 0.0)
-        if type(value) in (int, float) and not value >= minimum:  # NaN is refused as well
-            raise BadInput(f"--{flag} must be at least {minimum}, not {value}")
     folder = Path(args.output_dir or f"runs/{Path(__file__).stem}")
     log, checkpoint, start, state = open_run(folder, __file__, args)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_model(checkpoint or args.model, device)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable()
@@ -271,8 +269,9 @@ def main(args):
         source, config = (args.eval_dataset, None) if args.eval_dataset else (args.dataset, args.dataset_config)
         held_out = load_problems(source, config, "test", tokenizer, args)
         del held_out[args.eval_problems :]
-    else:
+    if not held_out:
         print("no held-out problems, so no evaluation: --eval_dataset names some")
+    check_context(model, problems + held_out, args)
 
     masters = float32_masters(model)
     optimizer = torch.optim.AdamW(masters, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
@@ -332,7 +331,7 @@ def main(args):
                     sums[key] += (value * mask[rows].sum() / mask.sum()).item()
             grad_norm = torch.nn.utils.clip_grad_norm_(masters, args.max_grad_norm).item()
             sums["grad_norm"] += grad_norm
-            refused = 0 if isfinite(grad_norm) else refused + 1
+            refused = 0 if isfinite(grad_norm + sums["loss"]) else refused + 1
             if refused:
                 bar.write(f"step {step}: the gradient is not finite, the update is refused ({refused} in a row)")
             elif advantages.any():  # else Adam's momentum would move the weights on no signal
@@ -355,13 +354,13 @@ def main(args):
         }
         log.write(json.dumps(record) + "\n")
         bar.set_postfix({key: record[key] for key in ("reward", "completion_len", "entropy", "degenerate_frac")})
-        if step % args.log_completions_every == 1 % args.log_completions_every:
+        if (step - 1) % args.log_completions_every == 0:
             bar.write(f"step {step}, reward {rewards[0]:.0f}: {some[0]['question']} | {texts[0]}")
-        silent = silent + 1 if equal.all() else 0
+        silent = 0 if advantages.any() else silent + 1
         if not finished.any():
             warnings.warn("every response was cut off before its end: raise --max_new_tokens")
-        if silent == 20:
-            warnings.warn("20 steps of groups all right or all wrong: change problems, --group_size or --temperature")
+        if silent == 20 or silent and step == args.steps:
+            warnings.warn(f"{silent} steps of groups all right or all wrong: try other problems or --group_size")
         if verify_timeouts():
             warnings.warn("an answer took the verifier too long and counted as wrong")
         if refused >= 3:
@@ -370,8 +369,8 @@ def main(args):
             run_evaluation(step)
         if step % args.save_every == 0 or step == args.steps:
             save_checkpoint(folder, step, model, tokenizer, masters, optimizer)
-    print(f"{folder}: metrics.jsonl, eval-*.jsonl, checkpoint-*. Next: go on with --resume --steps N, diff this script "
-          "with its neighbours, or evaluate with --model CHECKPOINT --steps 0 --output_dir NEW --eval_dataset SET")
+    print(f"{folder}: metrics.jsonl, eval-*.jsonl, checkpoint-*. Next: go on with --resume --steps N, evaluate the "
+          "newest checkpoint with --resume --steps 0, or diff this script with its neighbours")
 
 
 def parse_args(argv=None):

@@ -665,3 +665,19 @@ def test_trl_fixture_is_no_easy_case():
     assert max(TRL["lengths"]) < TRL["max_new_tokens"] and len(set(TRL["lengths"])) > 3
     settings = [(case["loss_type"], case["scale_rewards"], case["beta"]) for case in TRL["cases"]]
     assert settings == [(*loss, beta) for loss in [("grpo", "group"), ("dr_grpo", "none")] for beta in (0.0, 0.04)]
+
+
+def test_12_a_policy_that_has_moved_by_100_is_finite():
+    """Fault: exp(100) is infinite in float32, and a clipped or signal-free token's gradient becomes 0 times infinity."""
+    for advantage, expected in ((1.0, 0.0), (0.0, 0.0)):  # the clip binds; no signal: no gradient in either
+        logps = torch.zeros(1, 2, requires_grad=True)
+        old_logps = torch.tensor([[-100.0, 0.0]])
+        advantages = torch.tensor([[advantage, 0.0]])
+        loss, _ = grpo.policy_loss(logps, old_logps, None, advantages, torch.full((1, 2), 0.5), grpo.Args())
+        loss.backward()
+        assert loss.isfinite() and logps.grad[0, 0] == expected
+    logps = torch.zeros(1, 1, requires_grad=True)
+    arguments = torch.tensor([[-100.0]]), None, torch.tensor([[-1.0]]), torch.ones(1, 1), grpo.Args()
+    loss, _ = grpo.policy_loss(logps, *arguments)
+    loss.backward()
+    assert loss.isfinite() and logps.grad.isfinite().all() and logps.grad[0, 0] > 1e6  # pushed down, and hard

@@ -284,3 +284,44 @@ def test_32_a_checkpoint_with_code_in_it_is_not_run(data, tmp_path):
     (folder / "whole.json").write_text(json.dumps(whole))
     assert common.load_checkpoint(tmp_path / "run") == (None, 0, None)
     assert not (tmp_path / "boom").exists()
+
+
+def test_11_dropout_is_off_in_nested_configs_too(tmp_path):
+    """Fault: a model whose text config is nested keeps its dropout, and training mode for checkpointing runs it."""
+    text = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": 0.5}  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+              "image_size": 16, "patch_size": 8}  # fmt: skip
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(grpo.TINY_DIR, file), tmp_path)
+    model, _ = load_model(str(tmp_path), "cpu")
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(model.train()(ids).logits, model.train()(ids).logits)
+
+
+def test_a_response_longer_than_the_context_is_one_sentence(gpt2):
+    """Fault: a position beyond the model's table is an IndexError, on a GPU a crash of the device."""
+    model, _ = load_model(gpt2, "cpu")
+    context = model.config.n_positions
+    problems = [{"prompt_ids": [1] * 10}]
+    common.check_context(model, problems, grpo.Args(max_new_tokens=context - 10))
+    with pytest.raises(BadInput, match="context"):
+        common.check_context(model, problems, grpo.Args(max_new_tokens=context - 9))
+
+
+def test_an_unknown_device_is_one_sentence():
+    """Fault: --device gpu is a traceback out of torch."""
+    with pytest.raises(BadInput, match="--device gpu"):
+        load_model(grpo.TINY_DIR, "gpu")
+
+
+def test_a_tokenizer_without_pad_and_eos_is_one_sentence(monkeypatch):
+    """Fault: neither a pad nor an eos token, and the rollout crashes on None."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(grpo.TINY_DIR)
+    tokenizer.pad_token = tokenizer.eos_token = None
+    monkeypatch.setattr(common.AutoTokenizer, "from_pretrained", lambda *given, **more: tokenizer)
+    with pytest.raises(BadInput, match="neither a pad nor an eos"):
+        load_model(grpo.TINY_DIR, "cpu")

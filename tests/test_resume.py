@@ -393,3 +393,53 @@ def test_34_config_is_replaced_whole():
     (function,) = (node for node in tree.body if getattr(node, "name", "") == "open_run")
     code = ast.unparse(function)
     assert "config.json').write_text" not in code and "replace(folder / 'config.json')" in code
+
+
+def test_36_a_folder_with_checkpoints_is_another_run_even_without_metrics(two_steps, data, tmp_path):
+    """Fault: metrics.jsonl was deleted; a new run there loses its checkpoints to the old run's higher numbers."""
+    folder = tmp_path / "run"
+    shutil.copytree(two_steps, folder)
+    (folder / "metrics.jsonl").unlink()
+    with pytest.raises(BadInput, match="holds a run"):
+        run(grpo, data, folder, "--steps", 1)
+
+
+def test_36_checkpoints_saved_under_a_broken_higher_one_are_kept(two_steps, data, tmp_path):
+    """Fault: only the highest numbers are kept, so beside broken ones every new checkpoint is deleted as it is written."""
+    folder = tmp_path / "run"
+    shutil.copytree(two_steps, folder)
+    for name in ("checkpoint-1", "checkpoint-2"):
+        if (folder / name).exists():
+            shutil.move(folder / name, folder / f"checkpoint-{int(name[-1]) + 7}")
+    for optimizer in folder.glob("checkpoint-*/optimizer.pt"):
+        optimizer.write_bytes(b"")
+    run(grpo, data, folder, "--steps", 1, "--resume")
+    assert (folder / "checkpoint-1").is_dir()
+
+
+def test_36_weights_of_zeros_are_passed_over(two_steps, tmp_path):
+    """Fault: after a power cut a file of the right size holds zeros, and the resume ends in the loader."""
+    folder = tmp_path / "run"
+    shutil.copytree(two_steps, folder)
+    weights = folder / "checkpoint-2/model.safetensors"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    assert common.load_checkpoint(folder)[1] < 2
+
+
+def test_36_a_copy_under_another_name_is_left_alone(two_steps, data, tmp_path):
+    """Fault: checkpoint-best, the user's own copy, crashes the resume or is deleted."""
+    folder = tmp_path / "run"
+    shutil.copytree(two_steps, folder)
+    shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-best")
+    run(grpo, data, folder, "--steps", 5, "--resume", "--save_every", 1)
+    assert (folder / "checkpoint-best").is_dir()
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-5", "checkpoint-best"}
+
+
+def test_34_an_edited_script_is_named(two_steps, data, tmp_path, capsys):
+    """Fault: the algorithm was edited between start and resume, and the log does not say so."""
+    folder = tmp_path / "run"
+    shutil.copytree(two_steps, folder)
+    (folder / "grpo.py").write_text("# an older version\n")
+    run(grpo, data, folder, "--steps", 3, "--resume")
+    assert "edited grpo.py" in capsys.readouterr().out
