@@ -400,7 +400,7 @@ def test_36_a_folder_with_checkpoints_is_another_run_even_without_metrics(two_st
     folder = tmp_path / "run"
     shutil.copytree(two_steps, folder)
     (folder / "metrics.jsonl").unlink()
-    with pytest.raises(BadInput, match="holds a run"):
+    with pytest.raises(common.BadInput, match="holds a run"):
         run(grpo, data, folder, "--steps", 1)
 
 
