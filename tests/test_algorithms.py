@@ -668,7 +668,7 @@ def test_trl_fixture_is_no_easy_case():
 
 
 def test_12_a_policy_that_has_moved_by_100_is_finite():
-    """Fault: exp(100) is infinite in float32, and a clipped or signal-free token's gradient becomes 0 times infinity."""
+    """Fault: exp(100) is infinite in float32, and the gradient of a clipped token becomes 0 times infinity."""
     for advantage, expected in ((1.0, 0.0), (0.0, 0.0)):  # the clip binds; no signal: no gradient in either
         logps = torch.zeros(1, 2, requires_grad=True)
         old_logps = torch.tensor([[-100.0, 0.0]])

@@ -405,7 +405,7 @@ def test_36_a_folder_with_checkpoints_is_another_run_even_without_metrics(two_st
 
 
 def test_36_checkpoints_saved_under_a_broken_higher_one_are_kept(two_steps, data, tmp_path):
-    """Fault: only the highest numbers are kept, so beside broken ones every new checkpoint is deleted as it is written."""
+    """Fault: only the highest numbers are kept, so beside broken ones every new checkpoint is deleted at once."""
     folder = tmp_path / "run"
     shutil.copytree(two_steps, folder)
     for name in ("checkpoint-1", "checkpoint-2"):
