@@ -174,9 +174,19 @@ def read_run(folder):
         raise BadInput(f"{folder} holds no readable run: {error}") from error
     run = {"folder": str(folder), "config": read_json(folder / "config.json")}
     run |= {"train": [x for x in lines if "reward" in x], "eval": [x for x in lines if "eval_accuracy" in x]}
-    if not run["train"]:
-        raise BadInput(f"the run in {folder} has no training step yet")
     return run
+
+
+def read_runs(folders):
+    """The runs with a training step; others, such as an evaluation only, are named and left out."""
+    runs = [read_run(folder) for folder in folders]
+    for run in runs:
+        if not run["train"]:
+            print(f"{run['folder']}: no training step yet, left out", file=sys.stderr)
+    runs = [run for run in runs if run["train"]]
+    if not runs:
+        raise BadInput("there is no training step yet in any of the runs")
+    return runs
 
 
 def group_runs(runs):
@@ -233,7 +243,7 @@ def permutation_p(a, b):
 
 def curves(options):
     """Training curves of runs, the seeds of an algorithm as mean and standard deviation."""
-    runs = [read_run(folder) for folder in options.runs]
+    runs = read_runs(options.runs)
     groups, rows, final = group_runs(runs), [], {}
     # Accuracies are compared at a step where every run that is evaluated at all has one.
     common = set.intersection(*({line["step"] for line in run["eval"]} for run in runs if run["eval"]) or [set()])
@@ -300,7 +310,7 @@ def degeneracy(options):
     """Groups without variance: measured, and what one success rate for all problems would predict."""
     if options.samples < max(options.groups):
         raise BadInput(f"--samples {options.samples} must be at least the largest of --groups, {max(options.groups)}")
-    groups, found = group_runs([read_run(folder) for folder in options.runs]), []
+    groups, found = group_runs(read_runs(options.runs) if options.runs else []), []
     counts = successes(options)
     rates, rows = counts / options.samples, []  # (problems,)
     p, words = rates.mean(), ["no different, within 2 se", "above it", "BELOW it"]
@@ -690,7 +700,7 @@ def parse_options(argv=None):
         sub = commands.add_parser(function.__name__, help=function.__doc__, description=function.__doc__,
                                   formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
         sub.set_defaults(function=function)
-        sub.add_argument("--out", default=f"docs/{function.__name__}.png", help="the picture")
+        sub.add_argument("--out", default=f"runs/{function.__name__}.png", help="the picture")
         if smooth:
             sub.add_argument("--smooth", type=positive, default=5, help="steps in a running mean")
         if groups:

@@ -94,6 +94,8 @@ def load_model(name, device, trainable=True):
         raise BadInput(f"--device {device}: {first_line(error)}") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadInput(f"--device {device}: torch sees no CUDA device here; use --device cpu")
+    if str(name).count("/") != 1 and not Path(name).is_dir() and "/" in str(name):
+        raise BadInput(f"there is no model folder {name}")
     try:
         config = AutoConfig.from_pretrained(name)
         for part in (config, *(x for x in vars(config).values() if isinstance(x, PreTrainedConfig))):  # text_config too
@@ -204,12 +206,14 @@ def open_run(folder, script, args):
         changed = {key: f"{old.get(key)} -> {new}" for key, new in config.items() if old.get(key) != new}
         if not changed.keys().isdisjoint(FIXED):
             raise BadInput(f"--resume: the run in {folder} is another one ({changed}); choose another --output_dir")
-        for key in changed.keys() - {"resume", "output_dir", "device"}:
+        for key in changed.keys() - {"resume", "output_dir", "device"} if args.steps else ():
             print(f"resuming with another --{key}: {changed[key]}")
         kept = folder / Path(script).name
         if kept.exists() and kept.read_text() != Path(script).read_text():
             print(f"resuming with an edited {kept.name}: the run's copy of it is replaced")
         checkpoint, step, state = load_checkpoint(folder)
+        if 0 < args.steps <= step:
+            raise BadInput(f"{folder} is at step {step} already: --steps must be more, or 0 to evaluate")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         kept = []

@@ -9,11 +9,13 @@ independently of its length (P2). GRPO's 1/L holds P2, Dr. GRPO's constant holds
 alpha = 0 with --scale_rewards is grpo.py, alpha = 1 without it is dr_grpo.py, both to the last bit. A response counts
 like L^alpha: at 1 one of 1,000 tokens counts ten times one of 100, at 0 as much, at 0.5 about three times.
 
-Paper: the impossibility theorem on unbiasedness and length invariance, f_alpha(L) = L^(alpha - 1). Differs from grpo.py
-in both functions and two flags. In the middle neither property holds; each is violated less.
+Paper: On the Impossibility of Unbiased and Length-Invariant Policy Optimization with Outcome Rewards (viXra:2605.0117).
+Differs from grpo.py in both functions and two flags. In the middle neither property holds; each is violated less.
 
     python length_alpha.py                          the tiny model in tests/tiny: CPU, offline, under two minutes
     python length_alpha.py --model Qwen/Qwen2.5-3B --alpha 0.5      GSM8K on one 80 GB GPU
+
+The algorithm is the two functions under the second "# --- algorithm ---".
 """
 
 import json
@@ -45,10 +47,10 @@ class Args:
     dataset_config: str = arg("main", "configuration of a hub dataset")
     eval_dataset: str = arg(None, "as --dataset, or a benchmark: gsm8k math500 amc23 minerva aime24 aime25")
     instruction: str = arg("Reason step by step and put the final answer in \\boxed{}.", "follows each question")
-    output_dir: str = arg(None, "where the run is kept (default: runs/<script>)")
+    output_dir: str = arg(None, "folder of the run; without it runs/<script>")
     resume: bool = arg(False, "go on from the newest whole checkpoint in the output folder")
     seed: int = arg(0, "every sample follows from (seed, step), the data order from (seed, epoch)")
-    device: str = arg(None, "cpu or cuda (default: cuda where there is one)")
+    device: str = arg(None, "cpu or cuda; without it cuda where there is one")
     # --- rollout ---
     prompts_per_step: int = arg(8, "P, prompts a step")
     group_size: int = arg(8, "G, responses a prompt")
@@ -66,7 +68,7 @@ class Args:
     clip_high: float = arg(0.2, "eps_high: the ratio is clipped above 1 + eps_high")
     beta: float = arg(0.0, "weight of the KL to the model the run began with; above 0 that model stays in memory")
     micro_batch_tokens: int = arg(16384, "rows x columns of one forward and backward: memory, not mathematics")
-    gradient_checkpointing: bool = arg(True, "activations are recomputed: less memory, about a third more update time")
+    gradient_checkpointing: bool = arg(True, "activations recomputed: less memory, about a third more update time")
     # --- evaluation and logging ---
     eval_every: int = arg(50, "steps between evaluations; one before the first step and one after the last come anyway")
     eval_problems: int = arg(200, "held-out problems in an evaluation")
@@ -271,7 +273,7 @@ def main(args):
     if args.steps:
         problems = load_problems(args.dataset, args.dataset_config, "train", tokenizer, args)
         if len(problems) < args.prompts_per_step:
-            raise BadInput(f"{args.dataset} has {len(problems)} usable prompts: --prompts_per_step must not be larger")
+            raise BadInput(f"{args.dataset}: {len(problems)} usable prompts, fewer than --prompts_per_step")
     if args.eval_dataset or not args.dataset.endswith(".jsonl"):
         source, config = (args.eval_dataset, None) if args.eval_dataset else (args.dataset, args.dataset_config)
         held_out = load_problems(source, config, "test", tokenizer, args)
@@ -382,7 +384,8 @@ def main(args):
 
 def parse_args(argv=None):
     """Args from the command line; without --model the tiny recipe replaces the defaults. A given flag always wins."""
-    parser = HfArgumentParser(Args, allow_abbrev=False, usage="%(prog)s [--flag value ...]   (--help lists the flags)")
+    parser = HfArgumentParser(Args, allow_abbrev=False, usage="%(prog)s [--flag value ...]   (--help lists the flags)",
+                             description="Without --model the defaults are those of TINY in this script.")
     if parser.parse_known_args(argv)[0].model is None:
         parser.set_defaults(**TINY)
     return Args(**vars(parser.parse_args(argv)))

@@ -7,13 +7,15 @@ one of the G responses is right ("failure descent").
     advantage   A_i = 2 r_i - 1, so +1 or -1                    the same for every token of response i
     weight      W_it = mask_it / C / B                          C = --max_new_tokens, a constant
 
-Paper: fixed-reference Sign advantage (its abstract: pass@G failure descent, degeneracy above the i.i.d. rate). Differs
-from grpo.py in both functions, needs rewards of 0 and 1, and takes groups of one. How it fails: with no baseline the
+Paper: Gradient Starvation in Binary-Reward GRPO (arXiv:2605.07689). Differs from grpo.py in both functions, needs
+rewards of 0 and 1, and takes groups of one. How it fails: with no baseline the
 variance is larger, and a weak model pushes down nearly all it says without a hint of what to say instead. It can
 collapse to 0; then a smaller --learning_rate, a larger group, a --beta above 0, or a group mean.
 
     python sign_grpo.py                             the tiny model in tests/tiny: CPU, offline, under two minutes
     python sign_grpo.py --model Qwen/Qwen2.5-3B     GSM8K on one 80 GB GPU
+
+The algorithm is the two functions under the second "# --- algorithm ---".
 """
 
 import json
@@ -45,10 +47,10 @@ class Args:
     dataset_config: str = arg("main", "configuration of a hub dataset")
     eval_dataset: str = arg(None, "as --dataset, or a benchmark: gsm8k math500 amc23 minerva aime24 aime25")
     instruction: str = arg("Reason step by step and put the final answer in \\boxed{}.", "follows each question")
-    output_dir: str = arg(None, "where the run is kept (default: runs/<script>)")
+    output_dir: str = arg(None, "folder of the run; without it runs/<script>")
     resume: bool = arg(False, "go on from the newest whole checkpoint in the output folder")
     seed: int = arg(0, "every sample follows from (seed, step), the data order from (seed, epoch)")
-    device: str = arg(None, "cpu or cuda (default: cuda where there is one)")
+    device: str = arg(None, "cpu or cuda; without it cuda where there is one")
     # --- rollout ---
     prompts_per_step: int = arg(8, "P, prompts a step")
     group_size: int = arg(8, "G, responses a prompt")
@@ -66,7 +68,7 @@ class Args:
     clip_high: float = arg(0.2, "eps_high: the ratio is clipped above 1 + eps_high")
     beta: float = arg(0.0, "weight of the KL to the model the run began with; above 0 that model stays in memory")
     micro_batch_tokens: int = arg(16384, "rows x columns of one forward and backward: memory, not mathematics")
-    gradient_checkpointing: bool = arg(True, "activations are recomputed: less memory, about a third more update time")
+    gradient_checkpointing: bool = arg(True, "activations recomputed: less memory, about a third more update time")
     # --- evaluation and logging ---
     eval_every: int = arg(50, "steps between evaluations; one before the first step and one after the last come anyway")
     eval_problems: int = arg(200, "held-out problems in an evaluation")
@@ -264,7 +266,7 @@ def main(args):
     if args.steps:
         problems = load_problems(args.dataset, args.dataset_config, "train", tokenizer, args)
         if len(problems) < args.prompts_per_step:
-            raise BadInput(f"{args.dataset} has {len(problems)} usable prompts: --prompts_per_step must not be larger")
+            raise BadInput(f"{args.dataset}: {len(problems)} usable prompts, fewer than --prompts_per_step")
     if args.eval_dataset or not args.dataset.endswith(".jsonl"):
         source, config = (args.eval_dataset, None) if args.eval_dataset else (args.dataset, args.dataset_config)
         held_out = load_problems(source, config, "test", tokenizer, args)
@@ -375,7 +377,8 @@ def main(args):
 
 def parse_args(argv=None):
     """Args from the command line; without --model the tiny recipe replaces the defaults. A given flag always wins."""
-    parser = HfArgumentParser(Args, allow_abbrev=False, usage="%(prog)s [--flag value ...]   (--help lists the flags)")
+    parser = HfArgumentParser(Args, allow_abbrev=False, usage="%(prog)s [--flag value ...]   (--help lists the flags)",
+                             description="Without --model the defaults are those of TINY in this script.")
     if parser.parse_known_args(argv)[0].model is None:
         parser.set_defaults(**TINY)
     return Args(**vars(parser.parse_args(argv)))
