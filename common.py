@@ -95,7 +95,7 @@ def load_model(name, device, trainable=True):
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadInput(f"--device {device}: torch sees no CUDA device here; use --device cpu")
     if str(name).count("/") != 1 and not Path(name).is_dir() and "/" in str(name):
-        raise BadInput(f"there is no model folder {name}")
+        raise BadInput(f"cannot load the model {name}: there is no such folder")
     try:
         config = AutoConfig.from_pretrained(name)
         for part in (config, *(x for x in vars(config).values() if isinstance(x, PreTrainedConfig))):  # text_config too
@@ -212,7 +212,7 @@ def open_run(folder, script, args):
         if kept.exists() and kept.read_text() != Path(script).read_text():
             print(f"resuming with an edited {kept.name}: the run's copy of it is replaced")
         checkpoint, step, state = load_checkpoint(folder)
-        if 0 < args.steps <= step:
+        if 0 < args.steps < step:
             raise BadInput(f"{folder} is at step {step} already: --steps must be more, or 0 to evaluate")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -443,3 +443,13 @@ def test_34_an_edited_script_is_named(two_steps, data, tmp_path, capsys):
     (folder / "grpo.py").write_text("# an older version\n")
     run(grpo, data, folder, "--steps", 3, "--resume")
     assert "edited grpo.py" in capsys.readouterr().out
+
+
+def test_34_fewer_steps_than_were_taken_is_one_sentence(two_steps, data, tmp_path):
+    """Fault: a resume with fewer steps than the run has does nothing, says nothing, and rewrites the run's settings."""
+    folder = tmp_path / "run"
+    shutil.copytree(two_steps, folder)
+    before = (folder / "config.json").read_text()
+    with pytest.raises(common.BadInput, match="at step 2 already"):
+        run(grpo, data, folder, "--steps", 1, "--resume")
+    assert (folder / "config.json").read_text() == before
