@@ -457,12 +457,15 @@ budget = threading.local()  # .seconds that this thread's verdict may still wait
 @functools.lru_cache(maxsize=10_000)
 def library_equal(gold, text):
     """Asks the worker, one question at a time. Raises TimeoutError, which the cache does not keep."""
-    with start_lock:  # starting takes a second or two, which count for no verdict
+    asked = time.monotonic()
+    with start_lock:  # starting takes a second
         if library["process"] is None or library["process"].poll() is not None:
             command = [sys.executable, "-c", WORKER]
             library["process"] = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
             if library["process"].stdout.read(1) != b"r":
                 raise RuntimeError("the verifier's process did not start; is math-verify installed?")
+    # A verdict that had to wait for the start has less time left for its question: two seconds in all.
+    budget.seconds = min(budget.seconds, max(0.3, 1.8 - (time.monotonic() - asked)))
     worker, end, reply = library["process"], time.monotonic() + budget.seconds, b""
     if not question_lock.acquire(timeout=max(0, budget.seconds)):
         raise TimeoutError
