@@ -8,9 +8,9 @@ one of the G responses is right ("failure descent").
     weight      W_it = mask_it / C / B                          C = --max_new_tokens, a constant
 
 Paper: Gradient Starvation in Binary-Reward GRPO (arXiv:2605.07689). Differs from grpo.py in both functions, needs
-rewards of 0 and 1, and takes groups of one. How it fails: with no baseline the
-variance is larger, and a weak model pushes down nearly all it says without a hint of what to say instead. It can
-collapse to 0; then a smaller --learning_rate, a larger group, a --beta above 0, or a group mean.
+rewards of 0 and 1, and takes groups of one. How it fails: with no baseline the variance is larger, and a weak model
+pushes down nearly all it says without a hint of what to say instead. It can collapse to 0; then try a smaller
+--learning_rate, a larger group, a --beta above 0, or a group mean.
 
     python sign_grpo.py                             the tiny model in tests/tiny: CPU, offline, under two minutes
     python sign_grpo.py --model Qwen/Qwen2.5-3B     GSM8K on one 80 GB GPU
