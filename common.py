@@ -1,4 +1,4 @@
-"""What the five scripts share: loading and saving models, the verifier, and per-token log-probs and entropies."""
+"""What the five scripts share: reading data, loading and saving, the verifier, per-token log-probs and entropies."""
 
 import functools
 import inspect
@@ -94,7 +94,8 @@ def load_model(name, device, trainable=True):
         raise BadInput(f"--device {device}: {first_line(error)}") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadInput(f"--device {device}: torch sees no CUDA device here; use --device cpu")
-    if str(name).count("/") != 1 and not Path(name).is_dir() and "/" in str(name):
+    is_path = str(name).startswith(("/", ".")) or str(name).count("/") > 1  # a hub name is owner/model
+    if is_path and not Path(name).is_dir():
         raise BadInput(f"cannot load the model {name}: there is no such folder")
     try:
         config = AutoConfig.from_pretrained(name)
@@ -274,7 +275,8 @@ def load_checkpoint(run):
             whole = json.loads((folder / "whole.json").read_text())
             if all((folder / name).stat().st_size == size for name, size in whole["sizes"].items()):
                 for file in folder.glob("*.safetensors"):
-                    safe_open(file, "pt").__enter__()  # reads the header: a file of the right size may hold zeros
+                    with safe_open(file, "pt"):  # reads the header: a file of the right size may hold zeros
+                        pass
                 state = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
                 print(f"going on from {folder}")
                 return folder, whole["step"], state
