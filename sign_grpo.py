@@ -184,7 +184,7 @@ def rollout(model, tokenizer, prompts, samples, args, generator):
     for t in range(C):
         # Inverse CDF: on CPU an eighth of torch.multinomial's time, and each probability right to about 1e-7. `right`
         # takes the first entry above u: a token of probability 0 is never drawn.
-        cdf = (logits.float() / args.temperature).softmax(-1).cumsum(-1)  # (b, V)
+        cdf = logits.float().div_(args.temperature).softmax(-1).cumsum_(-1)  # (b, V)
         tokens = torch.searchsorted(cdf, uniforms[live, t, None] * cdf[:, -1:], right=True).clamp(max=cdf.shape[1] - 1)
         completions[live, t] = tokens[:, 0]
         ended = torch.isin(tokens[:, 0], stop)

@@ -127,7 +127,10 @@ def test_4_decode_loop_and_scoring_give_the_same_log_probs(tiny):
     """Fault: the log-probs of training are not those of sampling (padding, temperature, cache)."""
     model, tokenizer = tiny
     seen = []
-    with model.get_output_embeddings().register_forward_hook(lambda module, args, output: seen.append(output[:, -1])):
+    hook = model.get_output_embeddings().register_forward_hook(  # a copy, as rollout works on the logits in place
+        lambda module, args, output: seen.append(output[:, -1].clone())
+    )
+    with hook:
         ids, attention_mask, mask, *_ = grpo.rollout(
             model, tokenizer, encoded(tokenizer), 4, arguments(temperature=0.7), generator()
         )
