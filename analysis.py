@@ -37,6 +37,7 @@ from common import BadInput, checkpoints, load_model, token_logps_and_entropies,
 
 # Okabe and Ito's colours: told apart with any kind of colour vision. One for each algorithm, in every picture.
 BLUE, RED, GREEN, PINK, ORANGE = LIST = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
+SPARE = "#56B4E9", "#8C564B", "#000000", "#999933"  # for scripts of your own
 COLOURS = {"grpo": BLUE, "dr_grpo": RED, "sign_grpo": GREEN, "length_alpha": PINK, "ep_grpo": ORANGE}
 plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
                      "grid.alpha": 0.25, "figure.dpi": 150, "legend.frameon": False, "legend.fontsize": 8,
@@ -70,9 +71,9 @@ def table(header, rows):
 
 def finish(figure, options, found):
     """Save the picture; print which claim it tests, and what the numbers say: a list of sentences."""
-    out = options.out
+    out = Path(options.out) if Path(options.out).suffix else Path(f"{options.out}.png")
     try:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, bbox_inches="tight")
     except (OSError, ValueError) as error:
         raise BadInput(f"cannot write the picture --out {out}: {error}") from error
@@ -115,17 +116,26 @@ def set_up(options, script=grpo, name=None, run=None):
     tiny = Path(path).resolve() == Path(grpo.TINY_DIR).resolve()
     args = script.parse_args([] if tiny else ["--model", path])
     known = {field.name for field in dataclasses.fields(args)}
-    given = {key: value for key, value in vars(options).items() if key in known and value is not None}
-    args = dataclasses.replace(args, **{key: value for key, value in (run or own).items() if key in known} | given)
+    flags = (run or own) | {key: value for key, value in vars(options).items() if value is not None}
+    args = dataclasses.replace(args, **{key: value for key, value in flags.items() if key in known})
     args.model, args.device = path, options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if not args.temperature >= 0.01:
         raise BadInput(f"--temperature must be at least 0.01, not {args.temperature}")
     model, tokenizer = load_model(path, args.device)
-    source = options.dataset or args.eval_dataset or args.dataset
-    problems = grpo.load_problems(source, args.dataset_config, options.split, tokenizer, args)[: options.problems]
+    source, config = options.dataset or args.eval_dataset or args.dataset, args.dataset_config
+    if not options.dataset and args.eval_dataset:
+        config = options.dataset_config  # as in the scripts: the run's belongs to what it was trained on
+    elif not options.dataset and source.endswith(".jsonl"):
+        raise BadInput(f"the run has no held-out problems, {source} is what it was trained on: give a --dataset")
+    problems = grpo.load_problems(source, config, options.split, tokenizer, args)[: options.problems]
     if not problems:
         raise BadInput(f"{source} has no usable problems: another --dataset, or a larger --max_prompt_tokens")
     return model, tokenizer, problems, args
+
+
+def at_least_two(options):
+    if options.samples < 2:
+        raise BadInput(f"--samples {options.samples} must be at least 2, or a group has no variance")
 
 
 def draw(model, tokenizer, problems, samples, args):
@@ -174,12 +184,14 @@ def read_run(folder):
         raise BadInput(f"{folder} holds no readable run: {error}") from error
     run = {"folder": str(folder), "config": read_json(folder / "config.json")}
     run |= {"train": [x for x in lines if "reward" in x], "eval": [x for x in lines if "eval_accuracy" in x]}
+    for line in run["train"]:
+        line["gap"] = line["degenerate_frac"] - line["degenerate_iid"]
     return run
 
 
 def read_runs(folders):
     """The runs with a training step; others, such as an evaluation only, are named and left out."""
-    runs = [read_run(folder) for folder in folders]
+    runs = [read_run(folder) for folder in folders if not Path(folder).is_file()]  # runs/* holds pictures, too
     for run in runs:
         if not run["train"]:
             print(f"{run['folder']}: no training step yet, left out", file=sys.stderr)
@@ -193,16 +205,18 @@ def group_runs(runs):
     """{label: [runs that differ by their seed only]}; a label names the script and whatever flags differ among all."""
     keys = sorted({key for run in runs for key in run["config"]} - FREE - {"script"})
     values = {key: {json.dumps(run["config"][key]) for run in runs if key in run["config"]} for key in keys}
+    short = {key: len({Path(json.loads(value) or "").name[:24] for value in values[key]}) == len(values[key])
+             for key in keys if all(value[0] in '"n' for value in values[key])}  # texts (or null) whose ends differ
     groups = {}
     for run in sorted(runs, key=lambda run: [*COLOURS, run["config"]["script"]].index(run["config"]["script"])):
         config, label = run["config"], run["config"]["script"]
         for key in keys:
             if key in config and len(values[key]) > 1 and config[key] is not True:
-                value = Path(config[key]).name[:24] if isinstance(config[key], str) else config[key]
+                value = Path(config[key] or "").name[:24] if short.get(key) else config[key]
                 label += f" no {key}" if value is False else f" {SHORT.get(key, key)}={value}"
         for other in groups.setdefault(label, []):
-            same_numbers = [[x[key] for x in r["train"]] for key in ("reward", "loss") for r in (run, other)]
-            if config["seed"] == other["config"]["seed"] or same_numbers[::2] == same_numbers[1::2]:
+            numbers = [[(line["reward"], line["loss"]) for line in one["train"]] for one in (run, other)]
+            if config["seed"] == other["config"]["seed"] or numbers[0] == numbers[1]:
                 raise BadInput(f"{other['folder']} and {run['folder']} have the same seed or numbers: give one of them")
         groups[label].append(run)
     return groups
@@ -210,9 +224,10 @@ def group_runs(runs):
 
 def colours(labels):
     """{label: colour}: the algorithm's own, paler for each further variant of it."""
-    result = {}
+    result, others = {}, [name for name in dict.fromkeys(label.split()[0] for label in labels) if name not in COLOURS]
+    known = COLOURS | {name: SPARE[i % len(SPARE)] for i, name in enumerate(others)}
     for label in labels:
-        base = np.array(matplotlib.colors.to_rgb(COLOURS.get(label.split()[0], "#555555")))
+        base = np.array(matplotlib.colors.to_rgb(known[label.split()[0]]))
         same = [other for other in labels if other.split()[0] == label.split()[0]]
         pale = 0.6 * same.index(label) / max(1, len(same) - 1)
         result[label] = tuple(base * (1 - pale) + pale)
@@ -230,8 +245,10 @@ def plot_seeds(axis, runs, kind, key, window, **style):
     y = np.array([[curve[step] for step in steps] for curve in curves])  # (seeds, steps)
     axis.plot(steps, y.mean(0), **style)
     if len(runs) > 1 and steps:
-        sd = y.std(0, ddof=1)
-        axis.fill_between(steps, y.mean(0) - sd, y.mean(0) + sd, color=style["color"], alpha=0.15, linewidth=0)
+        low, high = y.mean(0) - y.std(0, ddof=1), y.mean(0) + y.std(0, ddof=1)
+        if key == "grad_norm":  # its axis has no 0
+            low = np.maximum(low, y.min(0))
+        axis.fill_between(steps, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
 def permutation_p(a, b):
@@ -247,10 +264,11 @@ def curves(options):
     groups, rows, final = group_runs(runs), [], {}
     # Accuracies are compared at a step where every run that is evaluated at all has one.
     common = set.intersection(*({line["step"] for line in run["eval"]} for run in runs if run["eval"]) or [set()])
+    ends = sorted({min(common), max(common)}) if common else []
     figure, axes = plt.subplots(2, 3, figsize=(9, 5.2))
     panels = {
         "reward": "reward", "eval_accuracy": "held-out accuracy", "completion_len": "response length, tokens",
-        "entropy": "entropy, nats", "degenerate_frac": "groups without variance", "grad_norm": "gradient norm",
+        "entropy": "entropy, nats", "gap": "groups without variance − i.i.d.", "grad_norm": "gradient norm",
     }  # fmt: skip
     for label, colour in colours(groups).items():
         runs = groups[label]
@@ -258,10 +276,9 @@ def curves(options):
             kind, window = ("eval", 1) if key == "eval_accuracy" else ("train", options.smooth)
             plot_seeds(axis, runs, kind, key, window, color=colour, linewidth=1.6)
             axis.set_title(title)
-        plot_seeds(axes[1, 1], runs, "train", "degenerate_iid", options.smooth, color=colour, linewidth=1, ls="--")
         axes[0, 0].plot([], [], color=colour, linewidth=2.5, label=f"{label} ({len(runs)})")
         lines, shown = [line for run in runs for line in run["eval"]], []
-        for step in (min(common), max(common)) if common else ():
+        for step in ends:
             final[label] = [line["eval_accuracy"] for line in lines if line["step"] == step]
             shown.append(f"{np.mean(final[label] or math.nan):.3f}")
             shown[-1] += f" ± {np.std(final[label], ddof=1):.3f}" if len(final[label]) > 1 else ""
@@ -269,29 +286,32 @@ def curves(options):
         means = [float(np.mean([line[key] for line in lines]))
                  for key in ("completion_len", "degenerate_frac", "degenerate_iid")]  # fmt: skip
         rows.append([label, len(runs), max(line["step"] for line in lines), *shown, *means])
-    axes[1, 1].plot([], [], color="#555555", linewidth=1, linestyle="--", label="i.i.d. prediction")
-    axes[1, 1].legend()
+    axes[1, 1].axhline(0, color="black", linestyle="--", linewidth=1)
     axes[1, 2].set_yscale("log")
     axes[1, 2].yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
     axes[1, 2].yaxis.set_major_formatter("{x:g}")
     axes[1, 2].yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     for axis in axes[1]:
         axis.set_xlabel("step")
-    title = f"line: running mean of {options.smooth} steps, mean over seeds (their number in brackets); band: ± sd"
+    title = (f"line: running mean of {options.smooth} steps, of accuracy none; mean over seeds, their number in "
+             "brackets; band: ± sd")  # fmt: skip
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=min(5, len(groups)),
                   title=title, title_fontsize=8)  # fmt: skip
-    accuracy = [f"accuracy ± sd at step {step}" for step in ((min(common), max(common)) if common else ())]
+    accuracy = [f"accuracy ± sd at step {step}" for step in ends]
     table(["runs", "seeds", "steps", *accuracy, "length", "degenerate", "i.i.d."], rows)
 
     found = []
+    flags = {label: {key: value for key, value in groups[label][0]["config"].items() if key not in FREE | {"script"}}
+             for label in groups}  # fmt: skip
     for better, worse in ("sign_grpo", "grpo"), ("sign_grpo", "dr_grpo"), ("ep_grpo", "grpo"):
-        for label in (label for label in final if label.split()[0] == better):
-            other = label.replace(better, worse, 1)  # the same flags, as far as any differ
-            a, b = final[label], final.get(other)
-            if a and b:
+        pairs = [(a, b) for a in final for b in final if (a.split()[0], b.split()[0]) == (better, worse)]
+        for label, other in pairs:
+            a, b, mine, others = final[label], final[other], flags[label], flags[other]
+            if a and b and ends[-1] > 0 and all(mine[key] == others[key] for key in mine.keys() & others.keys()):
                 p, least = permutation_p(a, b), 1 / math.comb(len(a) + len(b), len(a))
                 word = "clear" if p < 0.05 else "not clear" if least < 0.05 else "too few seeds to tell"
-                found.append(f"{label} minus {other}: {100 * (np.mean(a) - np.mean(b)):+.1f} points, {word} "
+                points = 100 * (np.mean(a) - np.mean(b))
+                found.append(f"{label} minus {other} at step {ends[-1]}: {points:+.1f} points, {word} "
                              f"(p = {p:.2g}, exact permutation test of {len(a)} and {len(b)} seeds)")  # fmt: skip
     gaps = {row[0]: row[-2] - row[-1] for row in rows}
     below = [label for label, gap in gaps.items() if gap < 0]
@@ -313,7 +333,7 @@ def degeneracy(options):
     groups, found = group_runs(read_runs(options.runs) if options.runs else []), []
     counts = successes(options)
     rates, rows = counts / options.samples, []  # (problems,)
-    p, words = rates.mean(), ["no different, within 2 se", "above it", "BELOW it"]
+    p, words = rates.mean(), {0: "no different, within 2 se", 1: "above it", -1: "BELOW it"}
     for G in options.groups:
         shares = np.array([degenerate_share(options.samples, int(c), G) for c in counts])
         predicted = float(p**G + (1 - p) ** G)
@@ -384,7 +404,10 @@ def group_ranks(model, batch, sizes, args, limit):
         for rows in torch.arange(N // R * R, device=batch.mask.device).split(R):
             part = grpo.Batch(batch.rewards[:, rows], batch.mask[rows])
             A = grpo.compute_advantages(part, args)[:, 0].double()  # (R,), the same for every token of a response
-            alive.append((R, rows, A, [])) if A.any() else result[R].append(None)
+            if A.any():
+                alive.append((R, rows, A, []))
+            else:
+                result[R].append(None)
     chunks, size = [[]], 0
     for weight in model.parameters() if alive else []:
         size += N * weight.numel()
@@ -465,6 +488,7 @@ def fit_exponent(lengths, values, clusters):
 
 def length(options):
     """What a response contributes to the gradient, by its length, from GRPO (alpha 0) to Dr. GRPO (alpha 1)."""
+    at_least_two(options)
     model, tokenizer, problems, args = set_up(options, length_alpha)
     alphas, weights = options.alphas, list(model.parameters())
     lengths, clusters, norms, parts, sizes, rights = [], [], [], [], [], []  # one entry a response with an advantage
@@ -502,7 +526,7 @@ def length(options):
             rows.append([name, kept.sum(), lengths[kept].min(), lengths[kept].max(), *(f"{k:.2f}" for k in ks)])
     table(["responses", "number", "shortest", "longest", "|A|: k", "gradient of log pi, no weight: k"], rows)
     print("the last is 1 if the gradients of a response's tokens agree, 0.5 if they are unrelated")
-    words = "as claimed", "above the claim", "below the claim"
+    words = {0: "as claimed", 1: "above the claim", -1: "below the claim"}
     for i in dict.fromkeys((0, len(alphas) - 1)):
         said = [f"{what} ~ L^{k:.2f} ± {se:.2f}, {words[clear(k - alphas[i], se)]}"
                 for what, (k, se) in zip(("weight", "gradient"), fits[i])]  # fmt: skip
@@ -522,7 +546,8 @@ def length(options):
     for i, name in enumerate(("weight, Σ W|Â|, ± 2 se", "gradient, ‖Σ W Â ∇ log π‖, ± 2 se")):
         axes[1].errorbar(alphas, fits[:, i, 0], 2 * fits[:, i, 1], fmt="so"[i], capsize=3, color=LIST[i], label=name)
     axes[1].plot(alphas, alphas, color="black", linestyle="--", linewidth=1, label="the paper: k = α")
-    axes[1].set(xlabel="α  (0: GRPO, 1: Dr. GRPO)", ylabel="k", title="fitted exponent k of share ~ length$^k$")
+    axes[1].set(xlabel="α  (0: 1/L as GRPO, 1: 1/C as Dr. GRPO)", ylabel="k",
+                title="fitted exponent k of share ~ length$^k$")  # fmt: skip
     for axis in axes:
         axis.legend()
     finish(figure, options, found)
@@ -578,6 +603,7 @@ def token_page(title, texts, columns, shades):
 
 def tokens(options):
     """One response, its tokens coloured by what EP-GRPO computes; an HTML page beside the picture shows it whole."""
+    at_least_two(options)
     model, tokenizer, problems, args = set_up(options, ep_grpo)
     name = options.reference or find_model(options.model)[1].get("model") or grpo.TINY_DIR
     reference, _ = load_model(find_model(name)[0], args.device, trainable=False)

@@ -13,8 +13,8 @@ GRPO credits all tokens of a response alike, and is silent where a group's rewar
 Paper: EP-GRPO (arXiv:2605.04960); departures from it are numbered at their lines. Costs one scoring pass of policy and
 reference a step, and the reference in memory. Differs from grpo.py in compute_advantages and six flags;
 --no_entropy_gate --progress_weight 0 --no_zero_variance_anchor together are grpo.py, each alone is an ablation. At the
-first step policy and reference agree: the progress term is exactly 0. How it fails: z has unit spread however small the
-drift is, so in groups without variance it amplifies noise; a small --progress_weight keeps it in bounds.
+first step policy and reference agree: the progress term is exactly 0. How it fails: z has unit spread whatever the drift,
+once that exceeds 1e-3: it amplifies noise in groups without variance. A small --progress_weight keeps it in bounds.
 
     python ep_grpo.py                               the tiny model in tests/tiny: CPU, offline, under two minutes
     python ep_grpo.py --model Qwen/Qwen2.5-3B       GSM8K on one 80 GB GPU
@@ -123,33 +123,29 @@ def compute_advantages(batch, args):
 
     # (1) All statistics are of the policy that drew the rollout, detached: the paper's pi_theta moves with the update.
     # float64, since equal entropies must give a sigma of 0 and equal steps must fall into the same bucket.
-    P, mask = len(rewards), batch.mask
+    mask = batch.mask
     entropies = torch.where(mask, batch.entropies, 0.0).double()  # (B, T)
-    gate = 1.0
-    if args.entropy_gate:
-        tokens = mask.reshape(P, -1).sum(1, keepdim=True).clamp(min=1)  # (P, 1)
-        mean = entropies.reshape(P, -1).sum(1, keepdim=True) / tokens
-        excess = torch.where(mask.reshape(P, -1), entropies.reshape(P, -1) - mean, 0.0)  # (P, G T)
-        spread = (excess.square().sum(1, keepdim=True) / tokens).sqrt()  # (2) the sigmas are population ones, ddof 0
-        gate = torch.sigmoid(args.gate_sharpness * excess / (spread + 1e-6)).view(mask.shape)  # (B, T)
+    group = torch.arange(len(mask), device=mask.device)[:, None] // rewards.shape[1]  # (B, 1)
+
+    def mean_within(cell, x):  # of the unmasked tokens of each cell, handed back to each of its tokens, (B, T)
+        cell, sums = cell.expand(mask.shape), x.new_zeros(2, len(rewards) * args.buckets)
+        sums[0].index_add_(0, cell.flatten(), torch.where(mask, x, 0.0).flatten())
+        sums[1].index_add_(0, cell.flatten(), mask.double().flatten())
+        return (sums[0] / sums[1].clamp(min=1))[cell]
+
+    excess = entropies - mean_within(group, entropies)
+    spread = mean_within(group, excess.square()).sqrt()  # (2) the sigmas are population ones, ddof 0
+    gate = torch.sigmoid(args.gate_sharpness * excess / (spread + 1e-6)) if args.entropy_gate else 1.0  # (B, T)
 
     # (3) The progress coordinate counts the token's own entropy; a response without any entropy stays in bucket 0.
     running = entropies.cumsum(1)  # (B, T)
     progress = torch.where(running[:, -1:] > 0, running / running[:, -1:], 0.0)  # (B, T) tau, up to 1 at the end
     bucket = (args.buckets * progress).floor().clamp(0, args.buckets - 1).long()  # (B, T)
-    group = torch.arange(len(mask), device=mask.device)[:, None] // rewards.shape[1]  # (B, 1)
     cell = group * args.buckets + bucket  # (B, T) of P K cells
 
     delta = (batch.old_logps - batch.ref_logps).double()  # (B, T)
-
-    def cell_mean(x):  # over the unmasked tokens of each cell, handed back to each of its tokens
-        sums = x.new_zeros(2, P * args.buckets)
-        sums[0].index_add_(0, cell.flatten(), torch.where(mask, x, 0.0).flatten())
-        sums[1].index_add_(0, cell.flatten(), mask.double().flatten())
-        return (sums[0] / sums[1].clamp(min=1))[cell]  # (B, T)
-
-    apart = delta - cell_mean(delta)
-    z = apart / (cell_mean(apart.square()).sqrt() + 1e-3)  # (4) 1e-3: a cell that has hardly moved is not blown up
+    apart = delta - mean_within(cell, delta)
+    z = apart / (mean_within(cell, apart.square()).sqrt() + 1e-3)  # (4) 1e-3: what hardly moved is not blown up
     fallback = torch.sign(rewards - args.reward_threshold) if args.zero_variance_anchor else 0.0
     anchor = torch.where(equal, fallback, centred.sign()).reshape(-1, 1)  # (B, 1)
     # (5) lambda stands outside the z-score, which would divide the paper's s = lambda Delta by lambda again.

@@ -208,7 +208,7 @@ def test_curves_verdict_follows_the_numbers(tmp_path, capsys):
         run("curves", *folders, "--out", tmp_path / "curves.png")
         out = capsys.readouterr().out
         sign = "+" if better == "sign_grpo" else "-"
-        assert f"sign_grpo minus grpo: {sign}30.0 points, clear (p = 0.029" in out
+        assert f"sign_grpo minus grpo at step 3: {sign}30.0 points, clear (p = 0.029" in out
         assert "| grpo | 4 | 3 | 0.400 ± 0.000 |" in out
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
@@ -223,6 +223,59 @@ def test_a_run_stands_for_its_newest_checkpoint_and_brings_its_flags(tmp_path):
         path, flags = analysis.find_model(str(name))
         assert path.endswith(f"checkpoint-{step}") and flags["dataset"] == "somewhere"
     assert analysis.find_model(grpo.TINY_DIR) == (grpo.TINY_DIR, {})  # a model's folder has a config.json too
+
+
+def test_only_what_is_equal_is_averaged_whatever_the_ends_of_names(tmp_path):
+    folders = [make_run(tmp_path / name, "grpo", seed, model=f"runs/{name}/checkpoint-500", beta=0.1 * seed)
+               for seed, name in enumerate(("3b", "7b"))]  # fmt: skip
+    folders.append(make_run(tmp_path / "none", "grpo", 2, model=None, beta=0.0))
+    groups = analysis.group_runs([analysis.read_run(folder) for folder in folders])
+    assert [len(runs) for runs in groups.values()] == [1, 1, 1]
+    names = [label.split("model=")[1] for label in groups]
+    assert names == ["runs/3b/checkpoint-500", "runs/7b/checkpoint-500", "None"]
+
+
+def test_scripts_of_ones_own_are_told_apart():
+    colours = analysis.colours(["my_rgra", "grpo", "my_raft", "grpo G=4"])
+    assert len(set(colours.values())) == 4 and colours["grpo"] == analysis.colours(["grpo"])["grpo"]
+
+
+def test_curves_compares_where_all_common_flags_are_equal(tmp_path, capsys):
+    """An ablation is compared with grpo, too; runs that were only evaluated before training are compared nowhere."""
+    folders = []
+    for name, script, flags in ("a", "grpo", {}), ("b", "ep_grpo", {"λ": 0.1}), ("c", "ep_grpo", {"λ": 0.0}):
+        folders += [make_run(tmp_path / f"{name}{seed}", script, seed, 0.5, **flags) for seed in (0, 1)]
+    folders += [make_run(tmp_path / f"d{seed}", "ep_grpo", seed, 0.5, group_size=4) for seed in (0, 1)]
+    (tmp_path / "picture.png").touch()  # runs/* holds those of an earlier call
+    run("curves", *folders, tmp_path / "picture.png", "--out", tmp_path / "one")
+    found = capsys.readouterr().out.split("Found: ")[1]
+    assert found.count(" minus grpo G=8 at step 3: +0.0") == 2 and "G=4 minus" not in found
+    assert (tmp_path / "one.png").exists() and "one.png" in found
+    lines = (tmp_path / "a0" / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "a0" / "metrics.jsonl").write_text("\n".join(lines[:-1]))
+    run("curves", *folders, "--out", tmp_path / "one")
+    out = capsys.readouterr().out
+    assert " minus " not in out and out.count("accuracy ± sd") == 1
+
+
+def test_the_problems_are_the_held_out_ones_with_their_own_configuration(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(analysis.grpo, "load_problems", lambda *given: asked.append(given[:3]) or ["problem"])
+    monkeypatch.setattr(analysis, "load_model", lambda *given: (None, None))
+    for flags, given, expected in (
+        ({"dataset": "a/b", "dataset_config": "c"}, [], ("a/b", "c", "test")),
+        ({"dataset": "a/b", "dataset_config": "c", "eval_dataset": "d/e"}, [], ("d/e", None, "test")),
+        ({"dataset": "a/b"}, ["--dataset", "f/g", "--dataset_config", "h"], ("f/g", "h", "test")),
+        ({"dataset": "a.jsonl"}, ["--dataset", "f.jsonl"], ("f.jsonl", "main", "test")),
+        ({"dataset": "a.jsonl"}, [], None),
+    ):
+        options = analysis.parse_options(["degeneracy", "--device", "cpu", *given])
+        if expected:
+            analysis.set_up(options, run=flags)
+            assert asked[-1] == expected
+        else:
+            with pytest.raises(BadInput, match="a.jsonl is what it was trained on"):
+                analysis.set_up(options, run=flags)
 
 
 # --- every subcommand ---
@@ -257,6 +310,8 @@ def test_subcommand(command, expected, tmp_path, capsys, data):
         ("curves nowhere", "holds no readable run"),
         ("degeneracy --samples 8", "largest of --groups, 16"),
         ("rank --groups 1 2", "at least 2"),
+        ("length --samples 1", "at least 2"),
+        ("tokens --samples 1", "at least 2"),
         ("passk --model {tiny}", "two models"),
         ("length --model nowhere", "cannot load the model nowhere"),
         ("tokens --row 9 --samples 2 --problems 1", "rows 0 to 1"),
