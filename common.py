@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from datasets import load_dataset
 from safetensors import safe_open
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, logging
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedConfig, logging
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 class BadInput(ValueError):
@@ -49,6 +50,7 @@ def load_rows(source, config, split):
     """
     if split == "test":  # benchmarks are for evaluation: by a name alone nobody trains on a test split
         source, config, split = BENCHMARKS.get(source, (source, config, split))
+    config = config or next((name for hub, name, _ in BENCHMARKS.values() if hub == source), None)
     path, number = Path(source, f"{split}.jsonl") if Path(source).is_dir() else Path(source), 0
     rows, pairs = [], []
     try:
@@ -70,8 +72,9 @@ def load_rows(source, config, split):
         try:
             if not isinstance(row.get(question), str) or not row[question].strip():
                 raise BadInput(f"the {question} {str(row.get(question))[:60]!r} is no text")
+            row[question].encode()  # a lone surrogate, which JSON can spell, is no text either
             pairs.append((row[question], gold_answer(row.get(answer))))
-        except BadInput as error:
+        except ValueError as error:
             raise BadInput(f"{path}, {split} row {number}: {error}") from error
     return pairs
 
@@ -92,6 +95,8 @@ def load_model(name, device, trainable=True):
         device = torch.device(device)
     except RuntimeError as error:
         raise BadInput(f"--device {device}: {first_line(error)}") from error
+    if device.type not in DTYPES:
+        raise BadInput(f"--device {device}: must be cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadInput(f"--device {device}: torch sees no CUDA device here; use --device cpu")
     is_path = str(name).startswith(("/", ".")) or str(name).count("/") > 1  # a hub name is owner/model
@@ -104,7 +109,7 @@ def load_model(name, device, trainable=True):
                 if "drop" in key and isinstance(value, float):
                     setattr(part, key, 0.0)
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=DTYPES.get(device.type, torch.float32))
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=DTYPES[device.type])
     except Exception as error:  # no such folder, no network, broken weights, ...
         raise BadInput(f"cannot load the model {name}, from a folder or the hub: {first_line(error)}") from error
     if tokenizer.pad_token_id is None:
@@ -112,6 +117,20 @@ def load_model(name, device, trainable=True):
     if tokenizer.pad_token_id is None:
         raise BadInput(f"the tokenizer of {name} has neither a pad nor an eos token: set one and save it")
     return model.to(device).requires_grad_(trainable).eval(), tokenizer
+
+
+def recompute_activations(model):
+    """Switch gradient checkpointing on. BadInput if the model has no layers that can be recomputed.
+
+    It wants training mode, but only the layers themselves get it: in training, the routers in them would add noise, and
+    the model around them (GPT-2) would leave out the cache.
+    """
+    layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+    if not layers or not model.supports_gradient_checkpointing:
+        raise BadInput(f"{type(model).__name__} cannot recompute activations: use --no_gradient_checkpointing")
+    model.activation_checkpointing_enable()
+    for layer in layers:
+        layer.training = True  # not layer.train(), which would switch all that is in it
 
 
 def stop_token_ids(model, tokenizer):
@@ -136,17 +155,39 @@ def encode_prompt(tokenizer, text):
     """
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": text}]
-        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        try:
+            return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # the template's own, or of its syntax
+            raise BadInput(f"the tokenizer's chat template refuses a question: {first_line(error)}") from error
     return tokenizer(f"Question: {text}\nAnswer:").input_ids
 
 
-def check_context(model, problems, args):
-    """BadInput if a prompt and its response together are longer than the model's context."""
+@torch.no_grad()
+def check_model(model, problems, args):
+    """BadInput if a prompt and its response are longer than the model's context, or if rollout would misuse its cache.
+
+    Models with a cache of another kind (RWKV, Mamba) read left padding as text, or forget all but the last token: a few
+    tokens are read at once, and again with padding and cache as in rollout, and the logits compared.
+    """
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max((len(problem["prompt_ids"]) for problem in problems), default=0)
     if context and longest + args.max_new_tokens > context:
         raise BadInput(f"--max_new_tokens {args.max_new_tokens} after a prompt of {longest} tokens is more than the "
                        f"model's context of {context}: lower it, or --max_prompt_tokens")  # fmt: skip
+    ids = torch.arange(1, 13, device=model.device).view(2, 6)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    positions, cache = (mask.cumsum(1) - 1).clamp(min=0), DynamicCache(config=model.config)
+    try:
+        whole = model(ids[:1, 2:], use_cache=False).logits[0, -1].float()  # (V,)
+        for end, part in (5, slice(5)), (6, slice(5, 6)):
+            last = model(ids[:, part], attention_mask=mask[:, :end], position_ids=positions[:, part], cache=cache,
+                         use_cache=True).logits[0, -1].float()  # fmt: skip
+        error = (last - whole).norm() / (whole - whole.mean()).norm()
+    except Exception as failure:
+        raise BadInput(f"{type(model).__name__} cannot be sampled from here: {first_line(failure)}") from failure
+    if error > 0.2:  # right ones had up to 1e-4, wrong ones about 1
+        raise BadInput(f"{type(model).__name__} cannot be sampled from here: its cache does not keep what it has read")
 
 
 def float32_masters(model):
@@ -191,11 +232,13 @@ def open_run(folder, script, args):
     """
     least = {"steps": 0, "warmup_steps": 0, "seed": 0, "group_size": args.min_group_size, "temperature": 0.01}
     least |= dict.fromkeys(("learning_rate", "weight_decay", "clip_low", "clip_high", "beta"), 0.0)
-    least |= {"max_grad_norm": 1e-9}  # inf switches clipping off
+    least |= {"max_grad_norm": 1e-9, "alpha": 0.0}  # a norm of inf switches clipping off
     for flag, value in vars(args).items():
         minimum = least.get(flag, 1 if type(value) is int else -float("inf"))
         if type(value) in (int, float) and not value >= minimum:  # NaN is refused as well
             raise BadInput(f"--{flag} must be at least {minimum}, not {value}")
+    if getattr(args, "alpha", 0) > 1:
+        raise BadInput(f"--alpha must be at most 1, not {args.alpha}")
     metrics, config = folder / "metrics.jsonl", {"script": Path(script).stem, **asdict(args)}
     if (metrics.exists() and metrics.stat().st_size or checkpoints(folder)) and not args.resume:
         raise BadInput(f"{folder} holds a run: add --resume to go on with it, or choose another --output_dir")
@@ -203,7 +246,10 @@ def open_run(folder, script, args):
         raise BadInput(f"--resume: there is no run in {folder}")
     checkpoint, step, state = None, 0, None
     if args.resume:
-        old = json.loads((folder / "config.json").read_text())
+        try:
+            old = dict(json.loads((folder / "config.json").read_text()))
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"--resume: cannot read {folder / 'config.json'}: {first_line(error)}") from error
         changed = {key: f"{old.get(key)} -> {new}" for key, new in config.items() if old.get(key) != new}
         if not changed.keys().isdisjoint(FIXED):
             raise BadInput(f"--resume: the run in {folder} is another one ({changed}); choose another --output_dir")
@@ -245,7 +291,7 @@ def save_checkpoint(run, step, model, tokenizer, masters, optimizer):
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         torch.save({"masters": masters, "optimizer": optimizer.state_dict()}, aside / "optimizer.pt")
-        sizes = {file.name: file.stat().st_size for file in aside.iterdir()}
+        sizes = {file.name: file.stat().st_size for file in aside.iterdir() if file.is_file()}
         (aside / "whole.json").write_text(json.dumps({"step": step, "sizes": sizes}))
     except Exception as error:  # OSError, and what safetensors and torch.save make of a full disk
         shutil.rmtree(aside, ignore_errors=True)
@@ -312,7 +358,8 @@ BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 HASHES = re.compile(r"[\s*$]*([+-]?\$?[0-9.][0-9,./]*)(?![0-9,./^]|[-:e][0-9])")
 SYMBOLS = {"−": "-", "°": r"^\circ", "×": r"\times ", "π": r"\pi ", "∞": r"\infty ", "∪": r"\cup "}
 # Words that change a number, take it back or offer another, so that they are no unit: 2 million, 18 \text{ is wrong}.
-NO_UNIT = r"(?!.*\b(?:not?|or|and|is|wrong|hundred|thousand|[mb]illion|dozen|sin|cos|tan|log|exp)\b)"
+NO_UNIT = (r"(?!.*\b(?:not?|or|and|is|wrong|hundred|thousand|(?:[mbtr]+|quadr)illion|dozen|sin|cos|tan|log|exp"
+          r"|squared|cubed|hal(?:f|ves)|thirds?|quarters?|tenths?|plus|minus|times|less|factorial|incorrect|nope)\b)")
 REWRITES = [  # in this order
     (r"√ ?(\d+|\w)", r"\\sqrt{\1}"),
     (r"\\(?:left|right|displaystyle)(?![a-z])|\\! ?", ""),  # \left( is (
@@ -496,6 +543,8 @@ def verify_timeouts():
 def gold_answer(raw):
     """The dataset's answer column as the string that verify compares with; BadInput if no answer could ever match it.
     27.0 is 27; of a solution the last box counts, else what stands after ####; a list holds alternatives."""
+    if isinstance(raw, str) and OR in raw:
+        raw = raw.split(OR)
     if isinstance(raw, list) and raw:
         return OR.join({rewrite(gold): gold for gold in map(gold_answer, raw)}.values())
     text = str(int(raw) if isinstance(raw, float) and raw.is_integer() else raw).strip()
@@ -618,7 +667,8 @@ def logit_map(model, ids):
         scale, cap = y[0, 0, 0].item() * 2**10, y[0, 0, 1].item()
         cap = cap if cap < 2**20 else None
         expected = scale * x if cap is None else cap * torch.tanh(scale * x / cap)
-        known = len(seen) == 2 and torch.equal(*seen) and torch.allclose(y, expected.expand_as(y), rtol=1e-5)
+        known = len(seen) == 2 and torch.equal(*seen) and y.shape[-1] == len(x)
+        known = known and torch.allclose(y, expected.expand_as(y), rtol=1e-5)
         model._logit_map = (scale, cap) if known else None
     return model._logit_map
 

@@ -13,8 +13,9 @@ GRPO credits all tokens of a response alike, and is silent where a group's rewar
 Paper: EP-GRPO (arXiv:2605.04960); departures from it are numbered at their lines. Costs one scoring pass of policy and
 reference a step, and the reference in memory. Differs from grpo.py in compute_advantages and six flags;
 --no_entropy_gate --progress_weight 0 --no_zero_variance_anchor together are grpo.py, each alone is an ablation. At the
-first step policy and reference agree: the progress term is exactly 0. How it fails: z has unit spread whatever the drift,
-once that exceeds 1e-3: it amplifies noise in groups without variance. A small --progress_weight keeps it in bounds.
+first step policy and reference agree: the progress term is exactly 0. How it fails: z has unit spread whatever the
+drift, once that exceeds 1e-3: it amplifies noise in groups without variance. A small --progress_weight keeps it in
+bounds.
 
     python ep_grpo.py                               the tiny model in tests/tiny: CPU, offline, under two minutes
     python ep_grpo.py --model Qwen/Qwen2.5-3B       GSM8K on one 80 GB GPU
@@ -35,8 +36,9 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache, HfArgumentParser
 
-from common import BadInput, check_context, encode_prompt, load_model, load_rows, open_run, restore, save_checkpoint
-from common import copy_masters, float32_masters, stop_token_ids, token_logps_and_entropies, verify, verify_timeouts
+from common import BadInput, check_model, copy_masters, encode_prompt, float32_masters, load_model, load_rows, open_run
+from common import recompute_activations, restore, save_checkpoint, stop_token_ids, token_logps_and_entropies
+from common import verify, verify_timeouts
 
 
 def arg(default, help):
@@ -215,7 +217,7 @@ def rollout(model, tokenizer, prompts, samples, args, generator):
     cache, position_ids = DynamicCache(config=model.config), (prompt_mask.cumsum(1) - 1).clamp(min=0)
     logits = model(prompt_ids, attention_mask=prompt_mask, position_ids=position_ids, cache=cache, use_cache=True,
                    logits_to_keep=1).logits[:, -1]
-    cache.batch_repeat_interleave(samples)
+    cache.reorder_cache(torch.arange(B, device=device) // samples)  # a copy of its prompt's cache for each sample
     logits, prompt_ids, prompt_mask = (x.repeat_interleave(samples, 0) for x in (logits, prompt_ids, prompt_mask))
 
     # All randomness at once: what a row draws does not depend on when others end. The factor keeps u * total below the
@@ -237,7 +239,7 @@ def rollout(model, tokenizer, prompts, samples, args, generator):
         if ended.any():  # on a GPU this waits for the device, once a token
             going = (~ended).nonzero()[:, 0]
             live, live_mask, tokens = live[going], live_mask[going], tokens[going]
-            cache.batch_select_indices(going)
+            cache.reorder_cache(going)
         live_mask = torch.cat([live_mask, live_mask.new_ones(len(live), 1)], 1)
         logits = model(tokens, attention_mask=live_mask, position_ids=live_mask.sum(1, keepdim=True) - 1, cache=cache,
                        use_cache=True).logits[:, -1]
@@ -302,8 +304,7 @@ def main(args):
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_model(checkpoint or args.model, device)
     if args.gradient_checkpointing:
-        model.activation_checkpointing_enable()
-        model.train()  # or it would not switch on; load_model has set every dropout to 0
+        recompute_activations(model)
 
     problems, held_out = [], []
     if args.steps:
@@ -316,7 +317,7 @@ def main(args):
         del held_out[args.eval_problems :]
     if not held_out:
         print("no held-out problems, so no evaluation: --eval_dataset names some")
-    check_context(model, problems + held_out, args)
+    check_model(model, problems + held_out, args)
 
     masters = float32_masters(model)
     optimizer = torch.optim.AdamW(masters, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
@@ -341,17 +342,18 @@ def main(args):
         some = []  # epochs follow one another without a gap, each in an order of its own
         for place in range((step - 1) * args.prompts_per_step, step * args.prompts_per_step):
             epoch, i = divmod(place, len(problems))
-            some.append(problems[torch.randperm(len(problems), generator=random_stream(args.seed, "order", epoch))[i]])
+            order = torch.randperm(len(problems), generator=random_stream(args.seed, "order", epoch))
+            some.append(problems[order[i]])
         prompts, draws = [problem["prompt_ids"] for problem in some], random_stream(args.seed, "draws", step)
-        *ids, mask, finished, texts = rollout(model, tokenizer, prompts, args.group_size, args, draws)
+        ids, attention_mask, mask, finished, texts = rollout(model, tokenizer, prompts, args.group_size, args, draws)
         answers = [problem["answer"] for problem in some for _ in range(args.group_size)]
         rewards = [verify(text, answer) for text, answer in zip(texts, answers)]  # or a reward function of your own
         rewards = torch.tensor(rewards, dtype=torch.float32, device=device)  # (B,)
-        batch = Batch(rewards.view(-1, args.group_size), mask, *ids)
+        batch = Batch(rewards.view(-1, args.group_size), mask, ids, attention_mask)
         seconds_rollout, clock = time.perf_counter() - clock, time.perf_counter()
 
         # --- advantages ---
-        batch.old_logps, batch.entropies = torch.zeros(2, *mask.shape, device=device)
+        batch.old_logps, batch.entropies = torch.zeros(2, *mask.shape, device=device)  # the first update fills them in
         if args.scores_first:
             batch.old_logps, batch.entropies = score(model, batch, args)
         if reference:
@@ -360,15 +362,14 @@ def main(args):
 
         # --- update ---
         learning_rate = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
-        optimizer.param_groups[0].update(lr=learning_rate, weight_decay=args.weight_decay)
+        optimizer.param_groups[0] |= {"lr": learning_rate, "weight_decay": args.weight_decay}  # also after a resume
         sums = dict.fromkeys(("loss", "grad_norm", "clip_frac", "kl"), 0.0)
         for update in range(args.updates_per_rollout):
             for rows, logps, entropies in micro_batches(model, batch, args):
                 part = rows, slice(logps.shape[1])  # [part] takes what belongs to logps (b, T') out of a (B, T) tensor
                 if update == 0:  # the weights are still those that drew the tokens: no pass of its own for old_logps
                     batch.old_logps[part], batch.entropies[part] = logps.detach(), entropies
-                ref_logps = batch.ref_logps[part] if reference else None
-                old_logps = batch.old_logps[part]
+                old_logps, ref_logps = batch.old_logps[part], batch.ref_logps[part] if reference else None
                 loss, metrics = policy_loss(logps, old_logps, ref_logps, advantages[part], weights[part], args)
                 loss.backward()
                 sums["loss"] += loss.item()

@@ -145,6 +145,7 @@ BAD = {
     "missing evaluation": (["--eval_dataset", "missing.jsonl"], "missing.jsonl"),
     "nothing to resume": (["--resume"], "--resume"),
     "no cuda": (["--device", "cuda"], "--device cuda"),
+    "other device": (["--device", "meta"], "--device meta"),
 }
 
 
@@ -160,6 +161,13 @@ def test_bad_input_is_one_sentence_and_exit_code_2(command, data, tmp_path, monk
     assert code == 2 and len(said) == 1 and named in said[0] and "Traceback" not in errors
     assert len(errors.splitlines()) <= 2 + errors.count("[transformers]") + errors.count("it/s]")  # usage stands before
     assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("alpha", ["-0.1", "1.1", "200"])
+def test_an_alpha_outside_the_spectrum_is_one_sentence(command, data, tmp_path, alpha):
+    """Fault: C to the power of 200 is an OverflowError in the first step."""
+    code, errors = command("length_alpha", "--dataset", data, "--output_dir", tmp_path / "out", "--alpha", alpha)
+    assert code == 2 and "--alpha must be at" in errors and "Traceback" not in errors
 
 
 def test_a_folder_with_another_run_is_refused_and_untouched(command, finished, data):

@@ -66,6 +66,7 @@ BAD_ROWS = {
     "question column gone": ({"answer": "1"}, "train row 2.*question"),
     "question is none": ({"question": None, "answer": "1"}, "train row 2.*question"),
     "question is empty": ({"question": " ", "answer": "1"}, "train row 2.*question"),
+    "question is half a character": ('{"question": "\\ud800 1+1=", "answer": "2"}', "train row 2.*surrogate"),
     "question is a chat": ({"question": [{"role": "user", "content": "b"}], "answer": "1"}, "train row 2.*question"),
     "broken line": ('{"question": "b", "ans', "line 2"),
     "a number": ("42", "line 2"),
@@ -148,6 +149,16 @@ def test_benchmarks_by_name(tokenizer, monkeypatch, name):
     assert (problem["question"], problem["answer"]) == ("q", gold)
 
 
+def test_a_benchmarks_hub_id_has_its_configuration_too(tokenizer, monkeypatch):
+    """Fault: --eval_dataset openai/gsm8k is asked for without a configuration, and that set has no default one."""
+    calls, row = [], {"question": "q", "answer": "1"}
+    monkeypatch.setattr(common, "load_dataset", lambda *given, **more: calls.append(given) or [row])
+    for config in (None, "socratic"):
+        problems("openai/gsm8k", tokenizer, config, "test")
+    problems("some/set", tokenizer, None, "test")
+    assert calls == [("openai/gsm8k", "main"), ("openai/gsm8k", "socratic"), ("some/set", None)]
+
+
 def test_a_benchmarks_name_does_not_train_on_its_test_split(tokenizer, monkeypatch):
     """Fault: --dataset gsm8k trains on the problems that it is evaluated on."""
     calls, row = [], {"question": "q", "answer": "1"}
@@ -200,6 +211,15 @@ def test_42_exactly_one_bos_with_a_chat_template(tokenizer):
     ids = encode_prompt(tokenizer, "3+4=")
     assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(ids[1:]) == "user: 3+4=\nassistant: "
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ raise_exception('roles must alternate') }}"])
+def test_a_chat_template_that_fails_is_one_sentence(tokenizer, template):
+    """Fault: a traceback out of jinja2."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    with pytest.raises(BadInput, match="chat template"):
+        encode_prompt(tokenizer, "3+4=")
 
 
 def test_42_exactly_one_bos_without_a_chat_template(tokenizer):

@@ -191,8 +191,7 @@ def test_21_gradient_checkpointing_leaves_the_rollout_alone(monkeypatch):
     for checkpointing in (False, True):
         model, tokenizer = load_model(str(TINY), "cpu")
         if checkpointing:
-            model.gradient_checkpointing_enable()
-            model.train()
+            common.recompute_activations(model)
         prompts = [common.encode_prompt(tokenizer, question) for question in ("3+8+4=", "1+2=")]
         args = grpo.parse_args(["--max_new_tokens", "24"])
         samples.append(grpo.rollout(model, tokenizer, prompts, 4, args, torch.Generator().manual_seed(0))[-1])
@@ -302,14 +301,38 @@ def test_11_dropout_is_off_in_nested_configs_too(tmp_path):
         assert torch.equal(model.train()(ids).logits, model.train()(ids).logits)
 
 
+def test_11_the_noise_of_a_router_stays_off_when_activations_are_recomputed():
+    """Fault: gradient checkpointing asks for training mode, and with it comes all that training mode adds."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=16,
+        num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.5)  # fmt: skip
+    model = transformers.MixtralForCausalLM(config).eval()
+    ids, forwards = torch.arange(16).view(2, 8), []
+    expected = model(ids).logits
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: forwards.append(1))
+    common.recompute_activations(model)
+    logits = model(ids, use_cache=False).logits
+    logits.sum().backward()
+    assert torch.equal(logits, expected) and len(forwards) == 2  # once more in backward
+
+
+def test_a_model_that_cannot_recompute_is_one_sentence():
+    """Fault: the default flags end in a traceback."""
+    config = transformers.CTRLConfig(vocab_size=300, n_embd=16, n_layer=1, n_head=2, dff=16)
+    model = transformers.CTRLLMHeadModel(config)
+    with pytest.raises(BadInput, match="--no_gradient_checkpointing"):
+        common.recompute_activations(model)
+
+
 def test_a_response_longer_than_the_context_is_one_sentence(gpt2):
     """Fault: a position beyond the model's table is an IndexError, on a GPU a crash of the device."""
     model, _ = load_model(gpt2, "cpu")
     context = model.config.n_positions
     problems = [{"prompt_ids": [1] * 10}]
-    common.check_context(model, problems, grpo.Args(max_new_tokens=context - 10))
+    common.check_model(model, problems, grpo.Args(max_new_tokens=context - 10))
     with pytest.raises(BadInput, match="context"):
-        common.check_context(model, problems, grpo.Args(max_new_tokens=context - 9))
+        common.check_model(model, problems, grpo.Args(max_new_tokens=context - 9))
 
 
 def test_an_unknown_device_is_one_sentence():

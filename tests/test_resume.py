@@ -387,6 +387,26 @@ def test_34_resume_without_a_run_is_refused(data, tmp_path):
     assert not (tmp_path / "nothing").exists()
 
 
+@pytest.mark.parametrize("text", ['{"script": ', "[]", "5", '["ab", "cd", 3]'])
+def test_34_a_damaged_config_is_one_sentence(two_steps, data, tmp_path, text):
+    """Fault: a traceback out of json."""
+    shutil.copytree(two_steps, tmp_path / "run")
+    (tmp_path / "run/config.json").write_text(text)
+    with pytest.raises(common.BadInput, match="--resume"):
+        run(grpo, data, tmp_path / "run", "--steps", 3, "--resume")
+
+
+def test_36_a_folder_in_a_checkpoint_has_no_size_to_compare(two_steps, tmp_path):
+    """Fault: a tokenizer saves a folder, whose size is the file system's: a copy elsewhere counts as broken."""
+    model, tokenizer = common.load_model(grpo.TINY_DIR, "cpu")
+    tokenizer.chat_template = {"default": "{{ messages }}", "other": "{{ messages }}"}  # in a folder of its own
+    masters = common.float32_masters(model)
+    common.save_checkpoint(tmp_path, 1, model, tokenizer, masters, torch.optim.AdamW(masters))
+    folders = {path.name for path in (tmp_path / "checkpoint-1").iterdir() if path.is_dir()}
+    sizes = json.loads((tmp_path / "checkpoint-1/whole.json").read_text())["sizes"]
+    assert folders and not folders & sizes.keys() and "model.safetensors" in sizes
+
+
 def test_34_config_is_replaced_whole():
     """Fault: a kill while config.json is written anew leaves a run that cannot be resumed."""
     tree = ast.parse((ROOT / "common.py").read_text())

@@ -9,7 +9,8 @@ import torch
 import transformers
 
 import grpo
-from common import encode_prompt, load_model, stop_token_ids, token_logps_and_entropies
+from common import BadInput, check_model, encode_prompt, load_model, recompute_activations, stop_token_ids
+from common import token_logps_and_entropies
 
 QUESTIONS = ["3+8+4=", "1+2=", "9+9+9+9=", "5+0+7="]
 EOS, PAD = 257, 258
@@ -97,7 +98,17 @@ FAMILIES = {
     "gemma2 sliding": ("Gemma2Config", {**FAMILY, "head_dim": 8, "sliding_window": 6, "initializer_range": 0.1}),
     "mistral sliding": ("MistralConfig", {**FAMILY, "sliding_window": 6}),
     "qwen3": ("Qwen3Config", {**FAMILY, "head_dim": 8}),
-}
+    # With layers that keep a state beside keys and values, or instead of them:
+    "falcon-h1": ("FalconH1Config", {
+        **FAMILY, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}),
+    "qwen3.5": ("Qwen3_5TextConfig", {
+        **FAMILY, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}),
+    "lfm2": ("Lfm2Config", {
+        **FAMILY, "layer_types": ["conv", "full_attention"], "block_ff_dim": 48, "conv_L_cache": 3}),
+    "mixtral noisy": ("MixtralConfig", {
+        **FAMILY, "num_local_experts": 2, "num_experts_per_tok": 1, "router_jitter_noise": 0.1}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -106,6 +117,8 @@ def test_3_every_family_draws_what_a_forward_of_the_row_alone_would(tiny, family
     torch.manual_seed(0)
     name, fields = FAMILIES[family]
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields)).eval()
+    recompute_activations(model)  # as in a run with gradient checkpointing
+    check_model(model, [], arguments())
     model.generation_config.eos_token_id = list(range(0, 250, 12))  # so that rows end at very different times
     args = arguments(max_new_tokens=16, temperature=0.8)
     prompts = [[50, 51, 52], list(range(60, 75)), [80, PAD, 81, 82, 83]]
@@ -114,6 +127,16 @@ def test_3_every_family_draws_what_a_forward_of_the_row_alone_would(tiny, family
     assert lengths.unique().numel() > 2 and 0 < finished.sum() < len(finished)
     uniforms = torch.rand(15, 16, generator=generator())
     check_draws(model, ids, attention_mask, mask, uniforms, 0.8)
+
+
+def test_3_a_model_that_forgets_what_it_has_read_is_refused():
+    """Fault: a model with a cache of another kind samples from a wrong distribution, and nothing shows it."""
+    torch.manual_seed(0)
+    for name, fields in ("RwkvConfig", {"attention_hidden_size": 32}), ("MambaConfig", {"state_size": 8}):
+        fields = {**FAMILY, **fields}
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields)).eval()
+        with pytest.raises(BadInput, match="cannot be sampled from here"):
+            check_model(model, [], arguments())
 
 
 def test_3_tiny_model_draws_what_a_forward_of_the_row_alone_would(tiny):

@@ -99,6 +99,10 @@ CASES = [
     (r"5.4 \text{ cents}", r"5.4 \text{ dollars}", "yes", "units are not compared: the problem names them"),
     (r"9 (apples)", r"9", "yes", "in brackets too"),
     (r"2", r"2 million", "no", "a word that changes the number is no unit"),
+    (r"2", r"2 trillion", "no", "whatever its size"),
+    (r"3", r"3 \text{ squared}", "no", "nor is what is done to it"),
+    (r"18", r"18 minus one", "no", "or follows"),
+    (r"7", r"7\text{ incorrect}", "no", "or is said of it"),
     (r"18", r"18 \text{ is wrong}", "no", "nor is one that takes it back"),
     (r"18", r"18 \text{, not } 17", "no", "nor is one that offers another"),
     (r"\text{Evelyn}", r"Evelyn", "yes", "the command is for looks"),
@@ -272,6 +276,15 @@ def test_24_gold_forms(raw, answer):
     assert gold_answer(raw) == answer
     assert gold_answer(gold_answer(raw)) == answer
     assert verify(boxed(answer), raw) == 1
+
+
+@pytest.mark.parametrize("alternatives", [list(map("{}a".format, ["alph", "bet", "gamm", "delt"] * 3)),
+                                          [str(n) * 62 for n in range(1, 10)]])  # fmt: skip
+def test_24_many_alternatives_are_read_again_one_by_one(alternatives):
+    """Fault: together they are too long or too many words, which ends a run in the middle."""
+    gold = gold_answer(alternatives)
+    assert gold_answer(gold) == gold
+    assert verify(boxed(alternatives[-1]), gold) == 1 and verify(boxed("7"), gold) == 0
 
 
 def test_24_a_gold_with_alternatives():
