@@ -582,6 +582,7 @@ def verify(completion: str, answer: str) -> float:
 # malloc asks the system for fresh pages). GPU (not measured): larger, as every chunk reads and writes the head and its
 # gradient; at V = 152k a chunk is 622 MB, two or three exist at once.
 CHUNK_TOKENS = {"cpu": 128, "cuda": 1024}
+CHUNK_LOGITS = 2**22  # with a small vocabulary as many tokens as make so many logits: 128 x 32k
 
 
 class ChunkedLogps(torch.autograd.Function):
@@ -603,7 +604,7 @@ class ChunkedLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, scale, cap):
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.scale, ctx.cap, size = scale, cap, CHUNK_TOKENS.get(hidden.device.type, 256)
+        ctx.scale, ctx.cap, size = scale, cap, max(CHUNK_TOKENS[hidden.device.type], CHUNK_LOGITS // len(weight))
         ctx.chunks = [slice(i, i + size) for i in range(0, len(hidden), size)]
         logps = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)  # (N,)
         entropies = torch.empty_like(logps)

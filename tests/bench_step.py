@@ -7,6 +7,8 @@ Both do the same work: one random model, 8 prompts x 8 responses of exactly 48 t
 vocabulary), one optimizer step, no evaluation, no checkpoint. "small": hidden 128, 4 layers, V 64; "big": hidden 256,
 6 layers, V 32,768. Seconds are CPU time of a step, the median of those after the first; memory is the highest resident
 size over what stood there when training began, each in a process of its own, in alternating rounds. Linux only.
+
+Ours runs with --micro_batch_tokens 1024, about 20 rows at once; TRL with its default, a step's 64 rows at once.
 """
 
 import argparse
@@ -79,7 +81,7 @@ def run_ours(name, folder, sizes, steps, extra):
             "--model", folder, "--dataset", folder, "--output_dir", f"{out}/run", "--device", "cpu",
             "--steps", str(steps), "--prompts_per_step", str(sizes["P"]), "--group_size", str(sizes["G"]),
             "--max_new_tokens", str(sizes["T"]), "--instruction", "", "--no_gradient_checkpointing",
-            "--log_completions_every", "1000", *extra]))  # fmt: skip
+            "--micro_batch_tokens", "1024", "--log_completions_every", "1000", *extra]))  # fmt: skip
         lines = [json.loads(line) for line in open(f"{out}/run/metrics.jsonl")]
     lines = [line for line in lines if "reward" in line]
     assert all(line["tokens"] == sizes["P"] * sizes["G"] * sizes["T"] for line in lines)
@@ -108,7 +110,7 @@ def run_trl(name, folder, sizes, steps, extra):
     with tempfile.TemporaryDirectory() as out:
         config = GRPOConfig(
             output_dir=out, per_device_train_batch_size=sizes["P"] * sizes["G"], num_generations=sizes["G"],
-            max_completion_length=sizes["T"], max_steps=steps, beta=float(extra[1]) if extra else 0.0, top_k=0,
+            max_completion_length=sizes["T"], max_steps=steps, beta=float(extra[1]), top_k=0,
             loss_type="dr_grpo" if dr else "grpo", scale_rewards="none" if dr else "group", use_cpu=True, bf16=False,
             gradient_checkpointing=False, report_to="none", save_strategy="no", logging_steps=1000, disable_tqdm=True)
         trainer = GRPOTrainer(
@@ -118,7 +120,7 @@ def run_trl(name, folder, sizes, steps, extra):
     report(seconds, before)
 
 
-def measure(way, name, folder, sizes, steps=4, extra=()):
+def measure(way, name, folder, sizes, steps=3, extra=()):
     """One process: {"seconds", "MiB", "update"}."""
     command = [sys.executable, __file__, "--run", way, name, folder, json.dumps(sizes), str(steps), *extra]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})

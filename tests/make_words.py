@@ -1,0 +1,40 @@
+"""Write one-step sums in words for a small real model: train.jsonl and test.jsonl, as in docs/runs/smollm.
+
+    python tests/make_words.py runs/words
+
+Each problem follows two worked examples, which show a small model the form of an answer. The pairs of numbers in the
+test problems are in no training problem. Seeded: the same files each time.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+EXAMPLES = (
+    "Sam had 4 cups and got 3 more. How many cups are there now?\nAnswer: 4 + 3 = 7, \\boxed{7}\n\n"
+    "Question: Eve had 9 cards and lost 2. How many cards are there now?\nAnswer: 9 - 2 = 7, \\boxed{7}\n\nQuestion: "
+)
+NAMES, THINGS = "Tom Ana Lee Mia Kim Max Ivy Ned".split(), "apples books pens coins toys hats eggs keys".split()
+
+
+def main(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(0)
+    pairs = [(a, b) for a in range(1, 10) for b in range(1, 10)]
+    rng.shuffle(pairs)
+    for split, some, count in (("train", pairs[15:], 500), ("test", pairs[:15], 200)):
+        rows = []
+        for a, b in some:
+            for name in NAMES:
+                thing = rng.choice(THINGS)
+                rows.append((f"{name} had {a} {thing} and got {b} more. How many {thing} are there now?", a + b))
+                rows.append((f"{name} had {a + b} {thing} and lost {b}. How many {thing} are there now?", a))
+        rng.shuffle(rows)
+        with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
+            for question, answer in rows[:count]:
+                file.write(json.dumps({"question": EXAMPLES + question, "answer": answer}) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
