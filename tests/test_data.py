@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import transformers
+from tokenizers.processors import TemplateProcessing
 
 import common
 import grpo
@@ -194,7 +195,7 @@ def with_bos(tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     bos = tokenizer.bos_token_id
-    tokenizer.backend_tokenizer.post_processor = transformers.convert_slow_tokenizer.processors.TemplateProcessing(
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", bos)]
     )
     assert tokenizer("a").input_ids == [bos, ord("a")]
