@@ -264,12 +264,15 @@ def test_ctrl_c_says_how_to_go_on(data, tmp_path):
     """Fault: Ctrl-C ends in a traceback."""
     flags = [*SMALL, "--dataset", data, "--output_dir", "a run", "--steps", "9999"]
     command = [sys.executable, str(ROOT / "grpo.py"), *flags]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells make background jobs ignore Ctrl-C
+    )  # fmt: skip
     log = tmp_path / "a run/metrics.jsonl"
     while process.poll() is None and not (log.exists() and "reward" in log.read_text()):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate()
+    _, errors = process.communicate(timeout=60)
     last = errors.splitlines()[-1]
     assert process.returncode == 130 and "Traceback" not in errors
     assert "interrupted" in last and "--resume" in last
