@@ -680,21 +680,21 @@ def token_logps_and_entropies(model, input_ids, attention_mask, completion_len, 
     Both (B, T) float32; the entropies carry no gradient. The (B, T, V) logits never exist: the head works on a chunk of
     tokens at a time, and again in backward. That fourth product with the head is less time than all the memory took.
     """
-    predicting = slice(-completion_len - 1, -1)  # position t predicts token t + 1
     targets = input_ids[:, -completion_len:]  # (B, T)
+    input_ids, attention_mask = input_ids[:, :-1], attention_mask[:, :-1]  # each predicts the next: the last, none
     positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)  # (B, S): left padding shifts no token
     if known := logit_map(model, input_ids[:1, -4:]):
         scale, cap = (x if x is None else x / temperature for x in known)  # a cap on logits / T is cap / T
         hidden = model.get_decoder()(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
-        ).last_hidden_state[:, predicting]  # (B, T, H)
+        ).last_hidden_state[:, -completion_len:]  # (B, T, H)
         head = model.get_output_embeddings()
         both = ChunkedLogps.apply(hidden.flatten(0, 1), head.weight, head.bias, targets.flatten(), scale, cap)
         return tuple(x.view(targets.shape) for x in both)
 
     def one_row(ids, mask, positions, target):  # any other model: right but slower, one row's logits at a time
         logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits  # (1, S, V)
-        logq = (logits[:, predicting].float() / temperature).log_softmax(-1)  # (1, T, V)
+        logq = (logits[:, -completion_len:].float() / temperature).log_softmax(-1)  # (1, T, V)
         return logq.gather(-1, target[..., None]).squeeze(-1), torch.special.entr(logq.detach().exp()).sum(-1)
 
     rows = zip(*(x.split(1) for x in (input_ids, attention_mask, positions, targets)))

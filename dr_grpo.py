@@ -173,9 +173,9 @@ def rollout(model, tokenizer, prompts, samples, args, generator):
     S, B, C = max(map(len, prompts)), len(prompts) * samples, args.max_new_tokens
     prompt_ids = torch.tensor([[pad] * (S - len(ids)) + ids for ids in prompts], device=device)  # (P, S)
     prompt_mask = torch.tensor([[0] * (S - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
-    cache, position_ids = DynamicCache(config=model.config), (prompt_mask.cumsum(1) - 1).clamp(min=0)
-    logits = model(prompt_ids, attention_mask=prompt_mask, position_ids=position_ids, cache=cache, use_cache=True,
-                   logits_to_keep=1).logits[:, -1]
+    forward, cache = torch.inference_mode()(model), DynamicCache(config=model.config)  # no_grad, and a little faster
+    logits = forward(prompt_ids, attention_mask=prompt_mask, position_ids=(prompt_mask.cumsum(1) - 1).clamp(min=0),
+                     cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
     cache.reorder_cache(torch.arange(B, device=device) // samples)  # a copy of its prompt's cache for each sample
     logits, prompt_ids, prompt_mask = (x.repeat_interleave(samples, 0) for x in (logits, prompt_ids, prompt_mask))
 
@@ -188,20 +188,20 @@ def rollout(model, tokenizer, prompts, samples, args, generator):
     for t in range(C):
         # Inverse CDF: on CPU an eighth of torch.multinomial's time, and each probability right to about 1e-7. `right`
         # takes the first entry above u: a token of probability 0 is never drawn.
-        cdf = logits.float().div_(args.temperature).softmax(-1).cumsum_(-1)  # (b, V)
+        cdf = (logits.float() / args.temperature).softmax(-1).cumsum_(-1)  # (b, V)
         tokens = torch.searchsorted(cdf, uniforms[live, t, None] * cdf[:, -1:], right=True).clamp(max=cdf.shape[1] - 1)
         completions[live, t] = tokens[:, 0]
         ended = torch.isin(tokens[:, 0], stop)
-        lengths[live[ended]], finished[live[ended]] = t + 1, True
-        if ended.all() or t + 1 == C:
-            break
         if ended.any():  # on a GPU this waits for the device, once a token
+            lengths[live[ended]], finished[live[ended]] = t + 1, True
             going = (~ended).nonzero()[:, 0]
             live, live_mask, tokens = live[going], live_mask[going], tokens[going]
             cache.reorder_cache(going)
+        if t + 1 == C or not len(live):
+            break
         live_mask = torch.cat([live_mask, live_mask.new_ones(len(live), 1)], 1)
-        logits = model(tokens, attention_mask=live_mask, position_ids=live_mask.sum(1, keepdim=True) - 1, cache=cache,
-                       use_cache=True).logits[:, -1]
+        logits = forward(tokens, attention_mask=live_mask, position_ids=live_mask.sum(1, keepdim=True) - 1, cache=cache,
+                         use_cache=True).logits[:, -1]
     completions = completions[:, : lengths.max()]  # (B, T)
     mask = torch.arange(completions.shape[1], device=device) < lengths[:, None]  # by position: pad may be a stop id too
     texts = [tokenizer.decode(row[keep], skip_special_tokens=True) for row, keep in zip(completions, mask)]

@@ -8,7 +8,8 @@ vocabulary), one optimizer step, no evaluation, no checkpoint. "small": hidden 1
 6 layers, V 32,768. Seconds are CPU time of a step, the median of those after the first; memory is the highest resident
 size over what stood there when training began, each in a process of its own, in alternating rounds. Linux only.
 
-Ours runs with --micro_batch_tokens 1024, about 20 rows at once; TRL with its default, a step's 64 rows at once.
+Ours runs with --micro_batch_tokens 2048 (small) or 512 (big), about 39 or 10 rows at once; TRL with its default, a
+step's 64 rows at once.
 """
 
 import argparse
@@ -27,6 +28,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 SIZES = {"small": (128, 4, 64), "big": (256, 6, 32_768)}
 BASE = {"P": 8, "G": 8, "T": 48}
+STEPS = {"small": 10, "big": 3}
+BUDGET = {"small": "2048", "big": "512"}  # --micro_batch_tokens
 
 
 def make_folder(folder, hidden, layers, vocab, train_problems):
@@ -81,7 +84,7 @@ def run_ours(name, folder, sizes, steps, extra):
             "--model", folder, "--dataset", folder, "--output_dir", f"{out}/run", "--device", "cpu",
             "--steps", str(steps), "--prompts_per_step", str(sizes["P"]), "--group_size", str(sizes["G"]),
             "--max_new_tokens", str(sizes["T"]), "--instruction", "", "--no_gradient_checkpointing",
-            "--micro_batch_tokens", "1024", "--log_completions_every", "1000", *extra]))  # fmt: skip
+            "--log_completions_every", "1000", *extra]))  # fmt: skip
         lines = [json.loads(line) for line in open(f"{out}/run/metrics.jsonl")]
     lines = [line for line in lines if "reward" in line]
     assert all(line["tokens"] == sizes["P"] * sizes["G"] * sizes["T"] for line in lines)
@@ -120,7 +123,7 @@ def run_trl(name, folder, sizes, steps, extra):
     report(seconds, before)
 
 
-def measure(way, name, folder, sizes, steps=3, extra=()):
+def measure(way, name, folder, sizes, steps, extra):
     """One process: {"seconds", "MiB", "update"}."""
     command = [sys.executable, __file__, "--run", way, name, folder, json.dumps(sizes), str(steps), *extra]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
@@ -148,7 +151,8 @@ def compare():
                 found = {way: [] for way in ways if way == "ours" or name != "ep_grpo"}  # TRL has no EP-GRPO
                 for _ in range(3):
                     for way in found:
-                        found[way].append(measure(way, name, folder, BASE, extra=("--beta", str(beta))))
+                        extra = ("--beta", str(beta), "--micro_batch_tokens", BUDGET[size])
+                        found[way].append(measure(way, name, folder, BASE, STEPS[size], extra))
                 cells = []
                 for key, digits in (("seconds", 2), ("MiB", 0)):
                     middle = [statistics.median(run[key] for run in runs) for runs in found.values()]
@@ -168,7 +172,7 @@ def growth():
                             ("P 16", {**BASE, "P": 16}, vocab)):  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
             make_folder(folder, hidden, layers, V, 64)
-            found = measure("ours", "grpo", folder, sizes)
+            found = measure("ours", "grpo", folder, sizes, STEPS["big"], ("--micro_batch_tokens", BUDGET["big"]))
             base = base or found
             print(f"| {label} | {found['seconds']:.2f} | {found['seconds'] / base['seconds']:.2f} | "
                   f"{found['MiB']:.0f} | {found['MiB'] / base['MiB']:.2f} |", flush=True)
