@@ -628,9 +628,10 @@ class ChunkedLogps(torch.autograd.Function):
         g = g[:, None] * ctx.scale  # (N, 1)
         for c in ctx.chunks:
             z = ChunkedLogps.logits(hidden[c], weight, bias, ctx.scale, ctx.cap)  # (C, V)
-            dx = z.softmax(-1).mul_(-g[c]).scatter_add_(-1, targets[c, None], g[c])  # (C, V)
+            slope = None if ctx.cap is None else 1 - (z / ctx.cap) ** 2
+            dx = torch.softmax(z, -1, out=z).mul_(-g[c]).scatter_add_(-1, targets[c, None], g[c])  # (C, V), z's memory
             if ctx.cap is not None:
-                dx *= 1 - (z / ctx.cap) ** 2
+                dx *= slope
             dx = dx.to(weight.dtype)
             if d_hidden is not None:
                 d_hidden[c] = dx @ weight
