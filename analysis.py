@@ -349,12 +349,13 @@ def degeneracy(options):
     axes[0].hist(rates, bins=np.linspace(0, 1, min(options.samples, 16) + 1), color=BLUE, edgecolor="white")
     axes[0].axvline(p, color="black", linestyle="--", label=f"mean {p:.2f}")
     axes[0].set(xlabel=f"right of {options.samples} responses, share", ylabel="problems", title="success by problem")
-    G, measured, error, predicted, *_ = zip(*rows)
-    axes[1].errorbar(G, measured, 2 * np.array(error), fmt="o-", color=BLUE, capsize=3, label="measured ± 2 se")
-    axes[1].plot(G, predicted, "s--", color=RED, label="i.i.d. prediction")
+    G, measured, _, _, gap, error = (np.array(column) for column in zip(*rows))
+    axes[1].errorbar(G, 100 * gap, 200 * error, fmt="o", color=BLUE, capsize=3, label="gap ± 2 se")
+    axes[1].axhline(0, color=RED, linestyle="--", label="i.i.d. prediction")
     axes[1].set_xscale("log", base=2)
-    axes[1].set_xticks(G, G)
-    axes[1].set(xlabel="group size G", ylim=(0, 1.02), title="groups without variance")
+    axes[1].set_xticks(G, [f"{size}\n{share:.3f}" for size, share in zip(G, measured)])
+    axes[1].set(xlabel="group size G, measured share", ylabel="points", title="groups without variance")
+    axes[1].margins(0.1, 0.4)  # room for the legend
     moves, ends = [], (slice(None, options.smooth), slice(-options.smooth, None))
     for label, colour in colours(groups).items():
         for key, style in ("degenerate_frac", {"label": label}), ("degenerate_iid", {"ls": "--", "linewidth": 1}):
@@ -637,7 +638,8 @@ def tokens(options):
         x, y = t % wide, -height * (t // wide)
         shown = texts[t] if texts[t].isprintable() and texts[t].strip() else repr(texts[t])[1:-1]
         shown = shown if len(shown) < 9 else shown[:7] + "…"
-        axis.text(x + 0.5, y + 1.4, shown, ha="center", va="center", weight="bold", parse_math=False)
+        size = 10 if len(shown) < 6 else 7
+        axis.text(x + 0.5, y + 1.4, shown, ha="center", va="center", weight="bold", size=size, parse_math=False)
         for i, (name, values) in enumerate(columns.items()):
             axis.add_patch(plt.Rectangle((x, y - i), 0.96, 0.92, color=shades[name][t], linewidth=0))
             number = f"{float(values[t]):z.{0 if name == 'bucket' else 2}f}"
