@@ -169,7 +169,10 @@ def check_model(model, problems, args):
     Models with a cache of another kind (RWKV, Mamba) read left padding as text, or forget all but the last token: a few
     tokens are read at once, and again with padding and cache as in rollout, and the logits compared.
     """
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = model.config.get_text_config()
+    context, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # beyond this, a row's log-probs depend on the longest row of its batch
+        context = rope["original_max_position_embeddings"]
     longest = max((len(problem["prompt_ids"]) for problem in problems), default=0)
     if context and longest + args.max_new_tokens > context:
         raise BadInput(f"--max_new_tokens {args.max_new_tokens} after a prompt of {longest} tokens is more than the "
@@ -185,8 +188,8 @@ def check_model(model, problems, args):
                          use_cache=True).logits[0, -1].float()  # fmt: skip
         error = (last - whole).norm() / (whole - whole.mean()).norm()
     except Exception as failure:
-        raise BadInput(f"{type(model).__name__} cannot be sampled from here: {first_line(failure)}") from failure
-    if error > 0.2:  # right ones had up to 1e-4, wrong ones about 1, RecurrentGemma (unnoticed) 0.07
+        raise BadInput(f"{type(model).__name__} cannot be sampled from here: {failure!r:.200}") from failure
+    if error > 0.2:  # right ones had up to 1e-4, wrong ones about 1; unnoticed: RecurrentGemma, Nemotron-H
         raise BadInput(f"{type(model).__name__} cannot be sampled from here: its cache does not keep what it has read")
 
 

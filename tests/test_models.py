@@ -335,6 +335,18 @@ def test_a_response_longer_than_the_context_is_one_sentence(gpt2):
         common.check_model(model, problems, grpo.Args(max_new_tokens=context - 9))
 
 
+def test_1_a_context_that_grows_by_other_frequencies_is_the_original_one():
+    """Fault: beyond it a batch's longest row changes the others' log-probs, so micro-batches change the result."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [9.0] * 4, "rope_theta": 1e4}
+    config = transformers.Phi3Config(
+        vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, pad_token_id=0,
+        max_position_embeddings=128, original_max_position_embeddings=32, rope_parameters=rope)  # fmt: skip
+    model = transformers.Phi3ForCausalLM(config).eval()
+    common.check_model(model, [{"prompt_ids": [1] * 10}], grpo.Args(max_new_tokens=22))
+    with pytest.raises(BadInput, match="context of 32"):
+        common.check_model(model, [{"prompt_ids": [1] * 10}], grpo.Args(max_new_tokens=23))
+
+
 def test_an_unknown_device_is_one_sentence():
     """Fault: --device gpu is a traceback out of torch."""
     with pytest.raises(BadInput, match="--device gpu"):

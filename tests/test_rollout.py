@@ -150,7 +150,7 @@ def test_4_decode_loop_and_scoring_give_the_same_log_probs(tiny):
     """Fault: the log-probs of training are not those of sampling (padding, temperature, cache)."""
     model, tokenizer = tiny
     seen = []
-    hook = model.get_output_embeddings().register_forward_hook(  # a copy, as rollout works on the logits in place
+    hook = model.get_output_embeddings().register_forward_hook(  # a copy, or rollout could change it
         lambda module, args, output: seen.append(output[:, -1].clone())
     )
     with hook:
