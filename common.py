@@ -260,8 +260,8 @@ def check_model(model, problems, args):
         ours = head_logits(model, last_hidden_states(model, ids, torch.ones_like(ids))[0])
     except Exception as error:
         raise BadInput(f"{name} cannot be used here: {first_line(error)}") from error
-    if not ours.isfinite().all():
-        raise BadInput(f"the logits of {args.model} are not finite: its weights are damaged")
+    if not all(x.isfinite().all() for x in (ours, *model.parameters())):
+        raise BadInput(f"the logits or weights of {args.model} are not finite: it is damaged")
     tolerance = 1e-3 if ours.dtype == model.dtype else 0.03  # bf16 models scale and cap in bf16
     if ours.shape != theirs.shape or (ours - theirs).abs().max() > tolerance * theirs.std():
         raise BadInput(f"{name} computes its logits in a way that common.py does not know")
@@ -292,8 +292,8 @@ def check_rewards(rewards):
     """Raise BadInput for what compute_reward returned and is not a finite number."""
     for reward in rewards:
         try:
-            finite = abs(reward) < float("inf")
-        except TypeError:
+            finite = bool(abs(reward) < float("inf"))
+        except (TypeError, ValueError, RuntimeError):  # also an array of several numbers
             finite = False
         if not finite:
             raise BadInput(f"compute_reward returned {reward!r} instead of a finite number")
@@ -303,9 +303,9 @@ def check_shapes(advantages, weights, mask):
     """Raise BadInput for a result of the algorithm that has not the mask's shape, (B, T)."""
     named = {"compute_advantages": advantages, "compute_weights": weights}
     for name, x in named.items():
-        if x.shape != mask.shape:
-            shapes = f"{tuple(x.shape)} instead of the mask's {tuple(mask.shape)}"
-            raise BadInput(f"{name} returned a tensor of shape {shapes}")
+        found = f"shape {tuple(x.shape)}" if torch.is_tensor(x) else repr(x)
+        if found != f"shape {tuple(mask.shape)}":
+            raise BadInput(f"{name} returned {found} instead of the mask's {tuple(mask.shape)}")
 
 
 def save_model(model, folder):
@@ -364,6 +364,8 @@ class Float32AdamW:
     def __init__(self, model, args):
         self.max_grad_norm = args.max_grad_norm
         self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        if not self.weights:
+            return  # --steps 0: there is nothing to train
         self.mesh = None
         if dist.is_initialized():
             self.mesh = init_device_mesh(self.weights[0].device.type, (dist.get_world_size(),))
@@ -939,7 +941,7 @@ def load_splits(tokenizer, args):
     return train, add_prompts(held_out, tokenizer, args)
 
 
-def arg(default, help, at_least=None, at_most=None):
+def arg(default, help, at_least=-float("inf"), at_most=float("inf")):
     """A field of Args: a flag, its help text and its bounds."""
     bounds = {"help": help, "at_least": at_least, "at_most": at_most}
     return dataclasses.field(default=default, metadata=bounds)
@@ -978,9 +980,9 @@ class Run:
         for field in dataclasses.fields(self.args):
             value = getattr(self.args, field.name)
             least, most = field.metadata["at_least"], field.metadata["at_most"]
-            if value is not None and least is not None and not value >= least:  # also for NaN
+            if isinstance(value, (int, float)) and not value >= least:  # also for NaN
                 raise BadInput(f"--{field.name} must be at least {least}, not {value}")
-            if value is not None and most is not None and not value <= most:
+            if isinstance(value, (int, float)) and not value <= most:
                 raise BadInput(f"--{field.name} must be at most {most}, not {value}")
         if self.args.prompts_per_step % self.processes:
             message = f"must be divisible by the number of processes, {self.processes}"
