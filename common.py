@@ -994,6 +994,8 @@ class Run:
 
     def claim(self):
         """(checkpoint, its step, name of the evaluation) after checking that the folder is free."""
+        if self.args.resume and not (self.folder / "config.json").exists():
+            raise BadInput(f"--resume: there is no run in {self.folder}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.folder / ".lock", "w")
@@ -1009,8 +1011,6 @@ class Run:
             return None, 0, ""
         try:
             old = dict(json.loads((self.folder / "config.json").read_text()))
-        except FileNotFoundError as error:
-            raise BadInput(f"--resume: there is no run in {self.folder}") from error
         except (TypeError, ValueError) as error:
             raise BadInput(f"--resume: cannot read {self.folder}/config.json: {error}") from error
         changed = {}
@@ -1026,7 +1026,10 @@ class Run:
             copy = self.folder / self.script.name
             if copy.exists() and copy.read_text() != self.script.read_text():
                 say(f"{self.script.name} was edited: the run's copy of it is replaced")
-        other = [Path(str(getattr(self.args, key))).stem for key in EVALUATION if key in changed]
+        names = {key: f"{key[5:]}{getattr(self.args, key)}" for key in EVALUATION}
+        held_out = self.args.eval_dataset or self.args.dataset
+        names["eval_dataset"] = held_out.removesuffix(".jsonl").strip("./").replace("/", "_")
+        other = [name for key, name in names.items() if key in changed]
         for key in EVALUATION:  # the run's own evaluation stays what it was
             self.config[key] = old.get(key)
         checkpoint, step = find_checkpoint(self.folder, self.args.steps > 0)
@@ -1041,13 +1044,15 @@ class Run:
         return optimizer
 
     def begin(self):
-        """Drop what was logged after the checkpoint; write config.json and a copy of the script."""
+        """Drop lines of steps that come again; write config.json and a copy of the script."""
         metrics = self.folder / "metrics.jsonl"
+        last = self.first_step - 1 if self.checkpoint else -1
+        if self.args.steps == 0:
+            last = float("inf")  # an evaluation only adds a line
         kept = []
-        for line in metrics.read_text().splitlines() if self.checkpoint else []:
-            if not line.endswith("}") or json.loads(line)["step"] >= self.first_step:
-                break  # these steps come again; a kill can leave half a line
-            kept.append(line + "\n")
+        for line in metrics.read_text().splitlines() if metrics.exists() else []:
+            if line.endswith("}") and json.loads(line)["step"] <= last:  # a kill leaves half a line
+                kept.append(line + "\n")
         replace_file(metrics, "".join(kept))
         if self.args.steps > 0 or not self.args.resume:
             replace_file(self.folder / "config.json", json.dumps(self.config, indent=2))
