@@ -1,4 +1,4 @@
-"""A resumed run is the same run: checkpoints, kills, broken checkpoints, changed flags, full disks."""
+"""A resumed run is the same run: checkpoints, kills, broken ones, changed flags, full disks."""
 
 import importlib
 import json
@@ -39,7 +39,9 @@ def contents(folder):
 def flat(value):
     if isinstance(value, dict):
         return [x for key in sorted(value, key=str) for x in flat(value[key])]
-    return [x for item in value for x in flat(item)] if isinstance(value, (list, tuple)) else [value]
+    if isinstance(value, (list, tuple)):
+        return [x for item in value for x in flat(item)]
+    return [value]
 
 
 def assert_same_run(a, b, step):
@@ -100,7 +102,7 @@ def test_34_and_35_three_steps_and_a_resume_are_six_steps(straight, data, tmp_pa
 
 
 def test_35_the_reference_is_the_model_the_run_began_with(data, tmp_path, monkeypatch):
-    """Fault: after a resume the checkpoint is the reference, and the penalty starts from 0 again."""
+    """Fault: after a resume the checkpoint is the reference, and the penalty starts at 0 again."""
     run(data, tmp_path, "--steps", 1, "--beta", 0.1)
     loaded = []
 
@@ -144,7 +146,8 @@ def test_34_a_deleted_log_begins_anew(copied, data):
 
 
 def harness(mode, work, data):
-    flags = [*conftest.SMALL, *FLAGS, "--eval_every", "2", "--steps", "4", "--dataset", data]
+    flags = [*conftest.SMALL, *FLAGS, "--dataset", data, *"--eval_every 2 --steps 4".split()]
+    flags += "--eval_problems 2 --prompts_per_step 2".split()
     script = ROOT / "tests/tools/kill_harness.py"
     result = subprocess.run(
         [sys.executable, str(script), mode, " ".join(flags), str(work)],
@@ -335,10 +338,11 @@ def test_56_a_checkpoint_that_cannot_be_removed_is_a_warning(copied, data, monke
 
 def saved_settings(folder):
     """The settings in a model's folder, without what transformers writes about itself."""
-    files = {name: json.loads((folder / name).read_text())
-             for name in ("config.json", "generation_config.json", "tokenizer_config.json")}  # fmt: skip
+    names = "config.json", "generation_config.json", "tokenizer_config.json"
+    files = {name: json.loads((folder / name).read_text()) for name in names}
     for settings in files.values():
-        settings.pop("transformers_version", None)
+        for key in "transformers_version", "tokenizer_class":
+            settings.pop(key, None)
     return files
 
 
@@ -357,7 +361,7 @@ def save(model, folder, **generation):
 
 @pytest.mark.parametrize("flags", [[], ["--lora_rank", "2"]], ids=["weights", "adapters"])
 def test_58_a_model_with_dropout_is_saved_as_it_came(data, tmp_path, flags):
-    """Fault: dropouts of 0, another pad token or no cache, which a run needs, reach the saved model."""
+    """Fault: dropouts of 0, another pad token or no cache, which a run needs, are saved too."""
     config = transformers.GPT2Config(
         vocab_size=512, n_positions=128, n_embd=32, n_layer=1, n_head=2, attn_pdrop=0.1,
         embd_pdrop=0.2, resid_pdrop=0.3, bos_token_id=0, eos_token_id=1)  # fmt: skip
@@ -592,7 +596,7 @@ def test_59_another_evaluation_has_another_name(two_steps, copied, data, tmp_pat
 
 
 def test_59_an_evaluation_deletes_no_line(copied, data):
-    """Fault: an evaluation drops the steps after its checkpoint, or all for want of a checkpoint."""
+    """Fault: an evaluation drops the steps after its checkpoint, or all if there is none."""
     shutil.rmtree(copied / "checkpoint-2")
     before = metrics(copied)
     run(data, copied, "--steps", 0, "--resume", "--eval_problems", 1)
