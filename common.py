@@ -55,6 +55,11 @@ DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 ROOT = Path(__file__).resolve().parent
 PEFT = "base_model.model."  # how peft's files begin the names of weights
 PROMPT_DATE = datetime.date(2024, 7, 26)  # for templates that write today's date into the prompt
+# In front of a chat template, since transformers hands no functions to it: strftime_now of that day.
+DATE_MACRO = "".join(
+    f".replace('%{code}', {PROMPT_DATE.strftime('%' + code)!r})"
+    for code in "-d d -m m b B y Y j a A H M S I p".split())  # fmt: skip
+DATE_MACRO = "{% macro strftime_now(format) %}{{ format" + DATE_MACRO + " }}{% endmacro %}\n"
 
 
 def locate(name):
@@ -197,8 +202,9 @@ def render(tokenizer, messages, args, **options):
     """A chat as text, by the tokenizer's template and the variables of --chat_template_kwargs."""
     options |= json.loads(args.chat_template_kwargs)
     try:
+        template = DATE_MACRO + tokenizer.get_chat_template()
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, strftime_now=PROMPT_DATE.strftime, **options)  # fmt: skip
+            messages, chat_template=template, tokenize=False, **options)  # fmt: skip
     except Exception as error:  # raised by the template or its syntax
         raise BadInput(f"the tokenizer's chat template fails: {first_line(error)}") from error
 
@@ -886,8 +892,9 @@ def load_rows(source, split):
         row.setdefault("answer", row.get("solution"))
         try:
             chat = as_chat(row["question"])
-            assert chat[-1]["content"].encode().strip()  # a lone surrogate cannot be encoded
-        except (AssertionError, KeyError, TypeError, IndexError, AttributeError, UnicodeError) as error:
+            text = "".join(turn["content"] for turn in chat)
+            assert chat[-1]["content"].strip() and text.encode()  # not a lone surrogate
+        except (AssertionError, LookupError, TypeError, UnicodeError) as error:
             shown = f"{column} {str(row['question'])[:60]!r}"
             raise BadInput(f"{path}, {split} row {number}: {shown} is not text: {error}") from error
     return rows
@@ -897,11 +904,11 @@ def readable_golds(rows, source):
     """The rows with an answer that verify can read; BadInput where it cannot for a tenth of them."""
     readable = []
     reasons = []
-    for number, row in enumerate(rows, 1):
+    for row in rows:
         try:
             readable.append(row | {"answer": gold_answer(row["answer"])})
         except BadInput as error:
-            reasons.append(f"row {number}: {error}")
+            reasons.append(f"{str(row['question'])[:60]!r}: {error}")
     if reasons:
         message = f"{source}: {len(reasons)} of {len(rows)} rows lack a readable answer ({reasons[0]})"
         if len(reasons) * 10 >= len(rows):
@@ -929,7 +936,7 @@ def load_splits(tokenizer, args):
     train = load_rows(args.dataset, "train") if args.steps > 0 else []
     held_out = []
     if args.eval_dataset or not args.dataset.lower().endswith(".jsonl"):
-        held_out = load_rows(source, "test")
+        held_out = add_prompts(load_rows(source, "test"), tokenizer, args)
     if not held_out:
         if args.eval_dataset or args.steps == 0:
             raise BadInput(f"{source} has no held-out problems: name some by --eval_dataset")
@@ -938,7 +945,7 @@ def load_splits(tokenizer, args):
     if 0 < args.steps and len(train) < args.prompts_per_step:
         few = f"fewer than --prompts_per_step {args.prompts_per_step}"
         raise BadInput(f"{args.dataset} has {len(train)} usable prompts, {few}")
-    return train, add_prompts(held_out, tokenizer, args)
+    return train, held_out
 
 
 def arg(default, help, at_least=-float("inf"), at_most=float("inf")):
