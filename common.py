@@ -1307,5 +1307,6 @@ def run_script(main, Args, TINY):
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    print(message, end="\n" * bool(message), file=sys.stderr)
+    if message:
+        tqdm.write(message, file=sys.stderr)  # below the progress bar
     sys.exit(code)
