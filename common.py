@@ -831,8 +831,8 @@ BENCHMARKS = {  # short names, for evaluation only: hub name[:configuration] and
     "aime25": ("math-ai/aime25", "test"),
 }
 # With another one of these, a resume would not be the same run; other flags may change.
-FIXED = """script model dataset instruction chat_template_kwargs date seed lora_rank prompts_per_step
-    group_size max_prompt_tokens""".split()
+FIXED = """script model dataset instruction chat_template_kwargs date seed lora_rank
+    prompts_per_step group_size max_prompt_tokens""".split()
 EVALUATION = ("eval_dataset", "eval_temperature", "eval_problems", "eval_samples")
 
 
