@@ -11,6 +11,7 @@ import fcntl
 import functools
 import inspect
 import json
+import math
 import os
 import re
 import shutil
@@ -23,22 +24,22 @@ from fractions import Fraction
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 
-# Must be set before torch is imported. The growing cache of a rollout otherwise strands tens of GB.
+# Before torch is imported: otherwise the growing cache of a rollout strands tens of GB on a GPU.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
-import peft  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from datasets import load_dataset  # noqa: E402
-from peft.tuners.lora import LoraLayer  # noqa: E402
-from safetensors import safe_open  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402
-from torch.distributed.tensor import distribute_tensor, init_device_mesh  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-from transformers import HfArgumentParser, PreTrainedConfig, logging  # noqa: E402
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from datasets import load_dataset
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import DynamicCache, HfArgumentParser, PreTrainedConfig, logging
+
+ROOT = Path(__file__).resolve().parent
 
 
 class BadInput(ValueError):
@@ -46,25 +47,13 @@ class BadInput(ValueError):
 
 
 def first_line(error):
-    """The first line of an error's message, or its type where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-# --- models: loading, prompts, stop ids, checks at the start ---
+# --- models: loading, saving, prompts, checks at the start ---
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-ROOT = Path(__file__).resolve().parent
-PEFT = "base_model.model."  # how peft's files begin the names of weights
-PROMPT_DATE = datetime.date(2024, 7, 26)  # for templates that write today's date into the prompt
-# In front of a chat template, since transformers hands no functions to it: strftime_now of that day.
-DATE_MACRO = "".join(
-    f".replace('%{code}', {PROMPT_DATE.strftime('%' + code)!r})"
-    for code in "-d d -m m b B y Y j a A H M S I p".split())  # fmt: skip
-DATE_MACRO = "{% macro strftime_now(format) %}{{ format" + DATE_MACRO + " }}{% endmacro %}\n"
-
-
-def locate(name):
-    """The path of a model or dataset that is named relative to this file, else the name itself."""
-    return str(ROOT / name) if not Path(name).exists() and (ROOT / name).exists() else str(name)
+PROMPT_DATE = "26 Jul 2024"  # where a chat template writes today's date (Llama 3.2, Granite)
+PEFT_PREFIX = "base_model.model."  # of the names in peft's files
 
 
 def load_model(name, device=None, trainable=True, lora_rank=0, seed=0):
@@ -76,45 +65,51 @@ def load_model(name, device=None, trainable=True, lora_rank=0, seed=0):
     """
     device = find_device(device)
     adapters = Path(name, "adapters")
-    config = None
+    base = str(name)
     if adapters.is_dir():
-        config = peft.LoraConfig.from_pretrained(adapters)
-        name = config.base_model_name_or_path
-        if trainable and config.r != lora_rank:
-            raise BadInput(f"{adapters} has rank {config.r}: use --lora_rank {config.r}")
-    elif trainable and lora_rank > 0:
-        config = peft.LoraConfig(
-            r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear",
-            base_model_name_or_path=portable(name))  # fmt: skip
+        saved = json.loads((adapters / "adapter_config.json").read_text())
+        base = locate(saved["base_model_name_or_path"])
+        if trainable and saved["r"] != lora_rank:
+            raise BadInput(f"{adapters} has rank {saved['r']}: use --lora_rank {saved['r']}")
     with local_rank_0_first():
-        model, tokenizer = load_pretrained(locate(name), DTYPES[device.type])
-    model.to(device).requires_grad_(trainable)
-    if config is not None:
-        torch.manual_seed(seed)
-        peft.inject_adapter_in_model(config, model)
-    if adapters.is_dir():
-        weights = load_file(adapters / "adapter_model.safetensors")
-        peft.set_peft_model_state_dict(model, {k.removeprefix(PEFT): v for k, v in weights.items()})
-        model.requires_grad_(False) if not trainable else None
+        model, tokenizer = load_pretrained(base, DTYPES[device.type])
+    model.to(device)
+    if adapters.is_dir() or trainable and lora_rank > 0:
+        add_adapters(model, base, adapters, lora_rank, seed)
+    if not trainable:
+        model.requires_grad_(False)
     return model.eval(), tokenizer
 
 
+def add_adapters(model, base, saved, lora_rank, seed):
+    """Put adapters into every linear layer but the head: saved ones, else new ones (B is 0)."""
+    import peft  # here, because it takes three seconds
+
+    if saved.is_dir():
+        config = peft.LoraConfig.from_pretrained(saved)
+    else:
+        config = peft.LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
+        config.base_model_name_or_path = portable(base)
+    torch.manual_seed(seed)
+    peft.inject_adapter_in_model(config, model)
+    if saved.is_dir():
+        weights = load_file(saved / "adapter_model.safetensors")
+        weights = {key.removeprefix(PEFT_PREFIX): weight for key, weight in weights.items()}
+        peft.set_peft_model_state_dict(model, weights)
+
+
 def find_device(name):
-    """The torch.device of --device, by default CUDA where there is a GPU."""
+    """The device of --device, by default CUDA where there is a GPU."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for every length: 30 ms/token on H100
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise BadInput(f"--device {name}: {first_line(error)}") from error
-    if device.type not in DTYPES:
+    if name not in (None, "cpu", "cuda"):
         raise BadInput(f"--device {name}: must be cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadInput(f"--device {name}: torch sees no CUDA device here; use --device cpu")
-    return device
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device cuda: torch sees no CUDA device here; use --device cpu")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def load_pretrained(name, dtype):
-    """A model on the CPU and its tokenizer, with what training needs set; see as_it_came."""
+    """A model on the CPU and its tokenizer, with dropout off and a pad token that it knows."""
     logging.disable_progress_bar()  # only the bar for loading weights, not that of downloads
     is_path = name.startswith(("/", ".")) or name.count("/") > 1  # a hub name is owner/model
     if is_path and not Path(name).is_dir():
@@ -122,51 +117,63 @@ def load_pretrained(name, dtype):
     try:
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
-        as_loaded = copy.deepcopy(config), tokenizer.pad_token
+        as_loaded = (copy.deepcopy(config), tokenizer.pad_token)
         nested = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
         for part in (config, *nested):
             for key, value in vars(part).items():  # attn_pdrop, layerdrop, router_jitter_noise, ...
-                if ("drop" in key or "jitter" in key) and isinstance(value, float):
+                if isinstance(value, float) and ("drop" in key or "jitter" in key):
                     setattr(part, key, 0.0)
         model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype)
     except Exception as error:  # each library raises its own errors
         reason = first_line(error)
-        raise BadInput(f"cannot load the model {name}, from a folder or the hub: {reason}") from error
-    model.as_loaded = as_loaded
-    rows = model.get_input_embeddings().num_embeddings
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= rows:
+        raise BadInput(f"cannot load the model {name} from a folder or hub: {reason}") from error
+    model.as_loaded = as_loaded  # save_model puts these back, since the changes are not the model's
+    known = range(model.get_input_embeddings().num_embeddings)
+    if tokenizer.pad_token_id not in known:
         tokenizer.pad_token = tokenizer.eos_token  # any token would do, since padding is masked
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= rows:
+    if tokenizer.pad_token_id not in known:
         raise BadInput(f"the tokenizer of {name} needs a pad or eos token that the model knows")
     return model, tokenizer
 
 
-@contextlib.contextmanager
-def as_it_came(model, tokenizer):
-    """Undo the changes of load_pretrained while something is saved: they are not the model's."""
-    now = model.config, tokenizer.pad_token
+def save_model(model, tokenizer, folder):
+    """Save in Hugging Face form, as it came but for the weights.
+
+    Adapters are merged in float32 without touching the live weights, and saved in adapters/ too.
+    """
+    now = (model.config, tokenizer.pad_token)
     model.config, tokenizer.pad_token = model.as_loaded
-    try:
-        yield
-    finally:
-        model.config, tokenizer.pad_token = now
+    state = model.state_dict()
+    for key in [key for key in state if key.endswith(".base_layer.weight")]:
+        layer = model.get_submodule(key.removesuffix(".base_layer.weight"))
+        state[key] = state[key].float() + layer.get_delta_weight("default").float()
+    merged = {key.replace(".base_layer", ""): x for key, x in state.items() if "lora_" not in key}
+    model.save_pretrained(folder, state_dict=merged)
+    tokenizer.save_pretrained(folder)
+    model.config, tokenizer.pad_token = now
+    if hasattr(model, "peft_config"):
+        model.peft_config["default"].save_pretrained(folder / "adapters")
+        from peft import get_peft_model_state_dict  # already loaded, by add_adapters
+
+        weights = get_peft_model_state_dict(model)
+        weights = {PEFT_PREFIX + key: weight.contiguous() for key, weight in weights.items()}
+        save_file(weights, folder / "adapters/adapter_model.safetensors")
 
 
 def load_policy(name, args):
-    """The model that --steps, --lora_rank and --gradient_checkpointing ask for; its tokenizer."""
+    """The model to train, or with --steps 0 to evaluate, and its tokenizer."""
     training = args.steps > 0
     model, tokenizer = load_model(name, args.device, training, args.lora_rank, args.seed)
     if training and args.gradient_checkpointing:
-        try:
-            model.activation_checkpointing_enable()
-        except ValueError as error:
+        if not model.supports_gradient_checkpointing:
             name = type(model).__name__
-            raise BadInput(f"{name} cannot recompute: use --no_gradient_checkpointing") from error
+            raise BadInput(f"{name} cannot recompute activations: use --no_gradient_checkpointing")
+        model.activation_checkpointing_enable()
     return model, tokenizer
 
 
 def load_reference(model, args):
-    """The model that the run started from, frozen: not the checkpoint, also after a resume.
+    """The model that the run started from, frozen, also after a resume; None with --steps 0.
 
     With adapters it is a second tree of modules, without adapters, over the same base weights.
     """
@@ -175,10 +182,9 @@ def load_reference(model, args):
     if args.lora_rank == 0 or Path(args.model, "adapters").is_dir():
         return load_model(args.model, args.device, trainable=False)[0]
     reference = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
-    for name, layer in list(reference.named_modules()):
-        if isinstance(layer, LoraLayer):
-            parent, _, child = name.rpartition(".")
-            setattr(reference.get_submodule(parent), child, layer.base_layer)
+    layers = [(key, x) for key, x in reference.named_modules() if hasattr(x, "base_layer")]
+    for key, layer in layers:
+        reference.set_submodule(key, layer.base_layer)
     return reference
 
 
@@ -192,43 +198,48 @@ def stop_token_ids(model, tokenizer, args):
         turn = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
         after = render(tokenizer, turn, args).rpartition("ANSWER")[2]
         for token in tokenizer(after, add_special_tokens=False).input_ids[:1]:
-            added = tokenizer.added_tokens_decoder.get(token)
-            if added is not None and added.special:
-                ids.add(token)
+            if token in tokenizer.added_tokens_decoder:
+                ids.add(token if tokenizer.added_tokens_decoder[token].special else None)
     return sorted(ids - {None})
 
 
-def render(tokenizer, messages, args, **options):
+def render(tokenizer, chat, args, **options):
     """A chat as text, by the tokenizer's template and the variables of --chat_template_kwargs."""
     options |= json.loads(args.chat_template_kwargs)
+    date = f"{{% macro strftime_now(format) %}}{PROMPT_DATE}{{% endmacro %}}"
     try:
-        template = DATE_MACRO + tokenizer.get_chat_template()
+        template = date + tokenizer.get_chat_template()
         return tokenizer.apply_chat_template(
-            messages, chat_template=template, tokenize=False, **options)  # fmt: skip
+            chat, chat_template=template, tokenize=False, **options)
     except Exception as error:  # raised by the template or its syntax
         raise BadInput(f"the tokenizer's chat template fails: {first_line(error)}") from error
+
+
+def as_chat(question):
+    """A question, which is a text or already a list of chat messages, as such a list."""
+    return [{"role": "user", "content": question}] if isinstance(question, str) else question
 
 
 def encode_prompts(tokenizer, questions, args):
     """Token ids of prompts: the chat template's, or "Question: ... Answer:" for a base model.
 
-    A question is a text or a list of chat messages; --instruction is appended to it. The template
-    writes its own BOS if it wants one, otherwise the tokenizer adds it: never both.
+    --instruction is appended to the question. The template writes its own BOS if it wants one,
+    otherwise the tokenizer adds it: never both.
     """
     texts = []
     for question in questions:
-        chat = as_chat(question)
-        last = f"{chat[-1]['content']}\n{args.instruction}".strip()
-        chat = [*chat[:-1], chat[-1] | {"content": last}]
+        *before, last = as_chat(question)
+        last = last | {"content": f"{last['content']}\n{args.instruction}".strip()}
         if tokenizer.chat_template:
-            texts.append(render(tokenizer, chat, args, add_generation_prompt=True))
+            texts.append(render(tokenizer, [*before, last], args, add_generation_prompt=True))
         else:
-            texts.append("Question: " + "\n".join(turn["content"] for turn in chat) + "\nAnswer:")
-    if not texts:
-        return []
-    prompts = tokenizer(texts, add_special_tokens=not tokenizer.chat_template).input_ids
+            text = "\n".join(turn["content"] for turn in [*before, last])
+            texts.append(f"Question: {text}\nAnswer:")
+    if tokenizer.chat_template or not texts:
+        return tokenizer(texts, add_special_tokens=False).input_ids if texts else []
+    prompts = tokenizer(texts).input_ids
     for ids in prompts:  # a tokenizer may append eos, after which there is nothing to answer
-        while not tokenizer.chat_template and ids[-1] in tokenizer.all_special_ids:
+        while ids[-1] in tokenizer.all_special_ids:
             ids.pop()
     return prompts
 
@@ -247,30 +258,36 @@ def check_model(model, problems, args):
     """Raise BadInput at the start for what would fail, or be wrong, in the middle of a run."""
     name = type(model).__name__
     config = model.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None)
+    context = getattr(config, "max_position_embeddings", None) or math.inf
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # beyond it, log-probs depend on the rows beside
         context = rope["original_max_position_embeddings"]
     longest = max((len(problem["prompt_ids"]) for problem in problems), default=0)
-    if context and longest + args.max_new_tokens > context:
-        raise BadInput(
-            f"--max_new_tokens {args.max_new_tokens} after a prompt of {longest} tokens exceeds the "
-            f"model's context of {context}: lower it or --max_prompt_tokens")  # fmt: skip
-    rows = model.get_input_embeddings().num_embeddings
+    if longest + args.max_new_tokens > context:
+        both = f"--max_new_tokens {args.max_new_tokens} after a prompt of {longest} tokens"
+        raise BadInput(f"{both} exceeds the model's context of {context}: lower it")
+    known = model.get_input_embeddings().num_embeddings
     largest = max((max(problem["prompt_ids"]) for problem in problems), default=0)
-    if largest >= rows:
-        raise BadInput(f"a prompt contains token id {largest}, but {name} embeds only {rows} ids")
+    if largest >= known:
+        raise BadInput(f"a prompt contains token id {largest}, but {args.model} knows only {known}")
+    # The plain model beside what rollout does, here with two columns of padding and a cached token.
     ids = torch.arange(1, 9, device=model.device)[None]
+    mask = (ids > 2).long()
     try:
-        theirs = model(ids, use_cache=False).logits[0].float()  # (8, V)
-        ours = head_logits(model, last_hidden_states(model, ids, torch.ones_like(ids))[0])
+        theirs = model(ids[:, 2:], use_cache=False).logits[0].float()  # (6, V)
+        cache = DynamicCache(config=model.config)
+        prompt = last_hidden_states(model, ids[:, :7], mask[:, :7], cache)[0, 2:]
+        token = last_hidden_states(model, ids[:, 7:], mask, cache)[0]
+        ours = head_logits(model, torch.cat([prompt, token]))
     except Exception as error:
         raise BadInput(f"{name} cannot be used here: {first_line(error)}") from error
     if not all(x.isfinite().all() for x in (ours, *model.parameters())):
-        raise BadInput(f"the logits or weights of {args.model} are not finite: it is damaged")
-    tolerance = 1e-3 if ours.dtype == model.dtype else 0.03  # bf16 models scale and cap in bf16
-    if ours.shape != theirs.shape or (ours - theirs).abs().max() > tolerance * theirs.std():
-        raise BadInput(f"{name} computes its logits in a way that common.py does not know")
+        raise BadInput(f"the weights or logits of {args.model} are not finite: it is damaged")
+    # Healthy models differ by at most 1e-4 of the spread in float32 and 0.02 in bf16.
+    limit = theirs.std() * (1e-3 if model.dtype == torch.float32 else 0.3)
+    if ours.shape != theirs.shape or not (ours - theirs).abs().max() <= limit:  # NaN too
+        uses = "computes logits, or uses cache or padding,"
+        raise BadInput(f"{name} {uses} in a way that common.py does not know")
 
 
 def check_sampling(batch):
@@ -284,55 +301,37 @@ def check_sampling(batch):
     mean = (difference.sum() / batch.mask.sum()).item()
     limit = 0.01 if DTYPES[batch.mask.device.type] == torch.float32 else 0.2
     if worst > 0.5 or mean > limit:
+        both = f"{mean:.2g} on average and {worst:.2g} in the worst response"
         raise BadInput(
-            f"sampling and training disagree on log-probs by {mean:.2g}, {worst:.2g} in the worst "
-            "response: this model's cache or padding does not work with rollout")  # fmt: skip
-
-
-def as_chat(question):
-    """A question, a text or already a list of chat messages, as such a list."""
-    return [{"role": "user", "content": question}] if isinstance(question, str) else question
+            f"sampling and training differ in log-probs by {both}: this model's cache or padding "
+            "does not work with rollout")
 
 
 def check_rewards(rewards):
     """Raise BadInput for what compute_reward returned and is not a finite number."""
     for reward in rewards:
         try:
-            finite = bool(abs(reward) < float("inf"))
-        except (TypeError, ValueError, RuntimeError):  # also an array of several numbers
+            finite = math.isfinite(reward)
+        except (TypeError, ValueError, RuntimeError):
             finite = False
         if not finite:
-            raise BadInput(f"compute_reward returned {reward!r} instead of a finite number")
+            raise BadInput(f"compute_reward returned {reward!r}, which is not a finite number")
 
 
 def check_shapes(advantages, weights, mask):
-    """Raise BadInput for a result of the algorithm that has not the mask's shape, (B, T)."""
-    named = {"compute_advantages": advantages, "compute_weights": weights}
-    for name, x in named.items():
+    """Raise BadInput for a result of the algorithm that is not (B, T), as the mask."""
+    for name, x in ("compute_advantages", advantages), ("compute_weights", weights):
         found = f"shape {tuple(x.shape)}" if torch.is_tensor(x) else repr(x)
         if found != f"shape {tuple(mask.shape)}":
-            raise BadInput(f"{name} returned {found} instead of the mask's {tuple(mask.shape)}")
-
-
-def save_model(model, folder):
-    """Save in Hugging Face form, adapters merged in float32 without touching the live weights."""
-    if not hasattr(model, "peft_config"):
-        model.save_pretrained(folder)
-        return
-    merged = {}
-    for name, tensor in model.state_dict().items():
-        if name.endswith(".base_layer.weight"):
-            layer = model.get_submodule(name.removesuffix(".base_layer.weight"))
-            tensor = tensor.float() + layer.get_delta_weight("default").float()
-        if "lora_" not in name:
-            merged[name.replace(".base_layer", "")] = tensor
-    model.save_pretrained(folder, state_dict=merged)
-    model.peft_config["default"].save_pretrained(folder / "adapters")
-    weights = peft.get_peft_model_state_dict(model)
-    save_file({PEFT + name: x.contiguous() for name, x in weights.items()}, folder / "adapters/adapter_model.safetensors")
+            raise BadInput(f"{name} returned {found}, but the mask has shape {tuple(mask.shape)}")
 
 
 # --- the optimizer: float32 weights, and the processes of torchrun ---
+def world():
+    """This process' number and how many there are: (0, 1) unless torchrun started several."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def start_process(device):
     """Join the processes that torchrun started; nothing to do for a single one."""
     if "LOCAL_RANK" not in os.environ:
@@ -345,15 +344,10 @@ def start_process(device):
     dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
 
 
-def world():
-    """This process' number and how many there are: (0, 1) unless torchrun started several."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
 @contextlib.contextmanager
 def local_rank_0_first():
     """One process per machine downloads; the others then find the files."""
-    waits = dist.is_initialized() and os.environ["LOCAL_RANK"] != "0"
+    waits = dist.is_initialized() and os.environ.get("LOCAL_RANK", "0") != "0"
     if waits:
         dist.barrier()
     yield
@@ -370,25 +364,23 @@ class Float32AdamW:
     def __init__(self, model, args):
         self.max_grad_norm = args.max_grad_norm
         self.weights = [weight for weight in model.parameters() if weight.requires_grad]
-        if not self.weights:
-            return  # --steps 0: there is nothing to train
+        if not self.weights:  # with --steps 0
+            return
         self.mesh = None
         if dist.is_initialized():
             self.mesh = init_device_mesh(self.weights[0].device.type, (dist.get_world_size(),))
         self.masters = [self.shard(weight.detach().float()) for weight in self.weights]
         self.grads = [None] * len(self.weights)  # whole, float32, summed over micro-batches
         for i, weight in enumerate(self.weights):
-            hook = functools.partial(self.collect, i)
-            weight.register_post_accumulate_grad_hook(hook)
+            weight.register_post_accumulate_grad_hook(functools.partial(self.collect, i))
         self.adamw = torch.optim.AdamW(self.masters, args.learning_rate, weight_decay=0, fused=True)
         self.copy_to_weights()  # rank 0's, so that all processes start alike
 
     def shard(self, tensor):
-        """This process' part of a tensor, as a DTensor; the tensor itself for a single process."""
-        return distribute_tensor(tensor, self.mesh, self.placements(tensor)) if self.mesh else tensor
-
-    def placements(self, tensor):
-        return [Shard(0) if tensor.ndim else Replicate()]
+        """This process' part of a tensor as a DTensor; for a single process the tensor itself."""
+        if self.mesh is None:
+            return tensor
+        return distribute_tensor(tensor, self.mesh, [Shard(0) if tensor.ndim else Replicate()])
 
     def collect(self, i, weight):
         """Take a micro-batch's gradient as soon as it is complete, and free the model's."""
@@ -400,57 +392,47 @@ class Float32AdamW:
 
     @torch.no_grad()
     def step(self, learning_rate, skip=False):
-        """One update with the gradients so far; returns their norm, averaged over the processes.
+        """One update by the gradients so far; returns their norm, averaged over the processes.
 
         Nothing moves where the norm is not finite, or where all processes ask to skip: then the
         norm is 0. No collective runs before this, so processes may have unequal micro-batches.
         """
         grads = self.grads
         self.grads = [None] * len(grads)
-        if self.mesh:  # decided together: one that skips alone would leave the others waiting
-            everywhere = torch.tensor(float(skip), device=self.weights[0].device)
-            dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-            skip = everywhere.item() == 1
+        if self.mesh is not None:  # decided together: the others would wait for one that skips
+            all_skip = torch.tensor(float(skip), device=self.weights[0].device)
+            dist.all_reduce(all_skip, dist.ReduceOp.MIN)
+            skip = all_skip.item() == 1
         if skip:
             return 0.0
         for master, weight, grad in zip(self.masters, self.weights, grads):
             if grad is None:  # the weight took no part
                 grad = torch.zeros_like(weight, dtype=torch.float32)
-            if self.mesh:  # a reduce-scatter: the mean over the processes, each keeps its shard
+            if self.mesh is not None:  # a reduce-scatter: the mean, of which each keeps its shard
                 grad = DTensor.from_local(grad, self.mesh, [Partial("avg")], run_check=False)
-                grad = grad.redistribute(placements=self.placements(grad))
+                grad = grad.redistribute(placements=master.placements)
             master.grad = grad
         norm = torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
-        norm = norm.full_tensor() if self.mesh else norm
-        if norm.isfinite():
+        norm = whole(norm).item()
+        if math.isfinite(norm):
             self.adamw.param_groups[0]["lr"] = learning_rate
             self.adamw.step()
             self.copy_to_weights()
         self.adamw.zero_grad()
-        return norm.item()
+        return norm
 
     @torch.no_grad()
     def copy_to_weights(self):
         """Round the float32 weights into the model's."""
         for weight, master in zip(self.weights, self.masters):
-            rounded = master.to(weight.dtype)  # first: half of what the all-gather moves
-            weight.copy_(rounded.full_tensor() if self.mesh else rounded)
-
-    def whole(self, tensor):
-        """A sharded tensor on rank 0's CPU, None elsewhere. All processes must come here."""
-        if not isinstance(tensor, DTensor):
-            return tensor
-        tensor = tensor.full_tensor()
-        return tensor.cpu() if dist.get_rank() == 0 else None
+            weight.copy_(whole(master.to(weight.dtype)))  # rounded first: half the traffic
 
     def state_dict(self):
         """The float32 weights and Adam's moments, gathered one tensor at a time to rank 0's CPU."""
         adamw = self.adamw.state_dict()
-        adamw["state"] = {
-            i: {name: self.whole(value) for name, value in state.items()}
-            for i, state in adamw["state"].items()
-        }
-        return {"masters": [self.whole(master) for master in self.masters], "adamw": adamw}
+        for i, state in adamw["state"].items():
+            adamw["state"][i] = {name: to_rank_0(value) for name, value in state.items()}
+        return {"masters": [to_rank_0(master) for master in self.masters], "adamw": adamw}
 
     @torch.no_grad()
     def load_state_dict(self, state):
@@ -458,16 +440,28 @@ class Float32AdamW:
         for master, saved in zip(self.masters, state["masters"], strict=True):
             master.copy_(self.shard(saved.to(master.device)))
         for moments in state["adamw"]["state"].values():
-            for name in ("exp_avg", "exp_avg_sq"):
-                # Copied, since the file that the state was mapped from may be deleted.
+            for name in ("exp_avg", "exp_avg_sq"):  # copied: the file they are mapped from may go
                 moments[name] = self.shard(moments[name].to(self.weights[0].device, copy=True))
         self.adamw.load_state_dict(state["adamw"])
         self.copy_to_weights()
 
 
+def whole(tensor):
+    """A tensor that may be sharded, in full on every process. All processes must come here."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def to_rank_0(tensor):
+    """A sharded tensor in full on rank 0's CPU, None elsewhere. All processes must come here."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    tensor = whole(tensor)
+    return tensor.cpu() if dist.get_rank() == 0 else None
+
+
 # --- log-probs and entropies ---
-# Tokens whose logits exist at once. Measured on CPU at V = 32k: 64 and 256 are slower by 13 and 18 %.
-# Not measured on a GPU: at V = 152k a chunk of logits is 622 MB, of which two or three exist.
+# Tokens whose logits exist at once. On CPU at V = 32k, 64 and 256 are slower by 13 and 18 %. Not
+# measured on a GPU: at V = 152k a chunk's logits are 622 MB, and two or three of them exist.
 CHUNK_TOKENS = {"cpu": 128, "cuda": 1024}
 CHUNK_LOGITS = 2**22  # with a small vocabulary, as many tokens as make this many logits
 
@@ -477,11 +471,22 @@ def last_hidden_states(model, ids, attention_mask, cache=None):
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)  # left padding shifts no position
     return model.get_decoder()(
         input_ids=ids, attention_mask=attention_mask, position_ids=positions[:, -ids.shape[1] :],
-        past_key_values=cache, use_cache=cache is not None).last_hidden_state  # fmt: skip
+        cache=cache, use_cache=cache is not None).last_hidden_state
+
+
+def next_token_logits(model, ids, attention_mask, cache):
+    """Logits (b, V) for the token after ids (b, s)."""
+    return head_logits(model, last_hidden_states(model, ids, attention_mask, cache)[:, -1])
+
+
+def head_logits(model, hidden):
+    """Logits (n, V) for hidden states (n, H), in float32."""
+    head = model.get_output_embeddings()
+    return project(hidden, head.weight, head.bias, *scale_and_cap(model))
 
 
 def scale_and_cap(model):
-    """What the model's family does to the head's output: cap * tanh(scale * x / cap)."""
+    """What the model's family makes of the head's output x: cap tanh(scale x / cap)."""
     config = model.config.get_text_config()
     scale = 1 / (getattr(config, "logits_scaling", None) or 1)
     for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
@@ -490,7 +495,10 @@ def scale_and_cap(model):
 
 
 def project(hidden, weight, bias, scale, cap):
-    """Logits (n, V) of hidden states (n, H): factors in the model's precision, float32 sums."""
+    """z = cap tanh(scale x / cap), x = hidden @ weight.T + bias: (n, V) in float32.
+
+    The factors keep the model's precision; the sums are float32.
+    """
     if hidden.dtype == torch.float32:
         z = F.linear(hidden, weight, bias)
     elif hidden.is_cuda:
@@ -503,24 +511,12 @@ def project(hidden, weight, bias, scale, cap):
     return z if cap is None else z.div_(cap).tanh_().mul_(cap)
 
 
-def head_logits(model, hidden):
-    """The model's logits (n, V) in float32 for hidden states (n, H)."""
-    head = model.get_output_embeddings()
-    return project(hidden, head.weight, head.bias, *scale_and_cap(model))
-
-
-def next_token_logits(model, ids, attention_mask, cache):
-    """Logits (b, V) for the token after ids (b, s)."""
-    return head_logits(model, last_hidden_states(model, ids, attention_mask, cache)[:, -1])
-
-
 class ChunkedLogps(torch.autograd.Function):
-    """log p(target) and the entropy of p = softmax(z), where z = cap * tanh(scale * x / cap) and
-    x = hidden @ weight.T + bias. No (N, V) tensor exists: backward recomputes z, chunk by chunk.
+    """log p(target) and the entropy of p = softmax(z), with z from project.
 
-    With g = dL/dlogp:
-        logp = z[target] - log sum_v exp(z_v)           so  dL/dz_v = g (1[v = target] - p_v)
-        dz/dx = scale, with a cap scale (1 - (z/cap)^2)  so  dL/dx = dL/dz dz/dx
+    No (N, V) tensor exists: backward computes each chunk's z again. With g = dL/dlogp:
+        logp = z[target] - log sum_v exp(z_v)            so  dL/dz_v = g (1[v = target] - p_v)
+        dz/dx = scale, with a cap scale (1 - (z/cap)^2)   so  dL/dx = dL/dz dz/dx
         dL/dhidden = dL/dx @ weight, dL/dweight = sum over chunks of (dL/dx).T @ hidden
     """
 
@@ -545,7 +541,7 @@ class ChunkedLogps(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g, _):
         hidden, weight, bias, targets = ctx.saved_tensors
-        # Summed in float32, since bf16 would round once per chunk: for the head one (V, H) buffer,
+        # Summed in float32, as bf16 would round once per chunk: for the head one (V, H) buffer,
         # 1.2 GB at V = 152k and H = 2,048. A frozen head costs nothing.
         d_hidden, d_weight, d_bias = (
             torch.zeros_like(x, dtype=torch.float32) if needed else None
@@ -555,9 +551,9 @@ class ChunkedLogps(torch.autograd.Function):
         for c in ctx.chunks:
             z = project(hidden[c], weight, bias, ctx.scale, ctx.cap)  # (n, V)
             slope = None if ctx.cap is None else 1 - (z / ctx.cap) ** 2
-            # In z's memory: torch.softmax reads each element before it writes it.
+            # In z's memory, which works because softmax reads an element before it writes it.
             dx = torch.softmax(z, -1, out=z).mul_(-g[c]).scatter_add_(-1, targets[c, None], g[c])
-            if ctx.cap is not None:
+            if slope is not None:
                 dx *= slope
             dx = dx.to(weight.dtype)
             if d_hidden is not None:
@@ -574,23 +570,21 @@ class ChunkedLogps(torch.autograd.Function):
 
 
 def token_logps_and_entropies(model, input_ids, attention_mask, completion_len, temperature=1.0):
-    """Log-probs of the last completion_len tokens under softmax(logits / temperature), and the
-    entropies of that distribution over the whole vocabulary: both (B, T) float32, the entropies
-    without gradient.
+    """Log-probs of the last completion_len tokens under softmax(logits / temperature), and that
+    distribution's entropies over the whole vocabulary, without gradient: (B, T) float32 each.
 
-    The (B, T, V) logits never exist: the head works on a chunk of tokens at a time, and again in
-    backward.
+    The (B, T, V) logits never exist: the head works on a chunk of tokens at a time.
     """
     targets = input_ids[:, -completion_len:]  # (B, T)
-    # Position t predicts token t + 1, so the last one is not needed.
+    # Position t predicts token t + 1: the last token is not needed.
     hidden = last_hidden_states(model, input_ids[:, :-1], attention_mask[:, :-1])
     hidden = hidden[:, -completion_len:].flatten(0, 1)  # (B T, H)
     head = model.get_output_embeddings()
     scale, cap = scale_and_cap(model)
-    cap = cap if cap is None else cap / temperature  # a cap on logits / temperature
-    logps, entropies = ChunkedLogps.apply(
-        hidden, head.weight, head.bias, targets.flatten(), scale / temperature, cap)  # fmt: skip
-    return logps.view(targets.shape), entropies.view(targets.shape)
+    cap = None if cap is None else cap / temperature  # z / temperature has the cap / temperature
+    both = ChunkedLogps.apply(
+        hidden, head.weight, head.bias, targets.flatten(), scale / temperature, cap)
+    return tuple(x.view(targets.shape) for x in both)
 
 
 # --- the verifier ---
@@ -837,8 +831,8 @@ BENCHMARKS = {  # short names, for evaluation only: hub name[:configuration] and
     "aime25": ("math-ai/aime25", "test"),
 }
 # With another one of these, a resume would not be the same run; other flags may change.
-FIXED = """script model dataset instruction chat_template_kwargs date seed lora_rank prompts_per_step
-    group_size max_prompt_tokens""".split()
+FIXED = """script model dataset instruction chat_template_kwargs date seed lora_rank
+    prompts_per_step group_size max_prompt_tokens""".split()
 EVALUATION = ("eval_dataset", "eval_temperature", "eval_problems", "eval_samples")
 
 
@@ -848,10 +842,23 @@ def say(text):
         tqdm.write(text)
 
 
+def locate(name):
+    """A name as it is, or the path of what lies beside this file under that name."""
+    return str(ROOT / name) if not Path(name).exists() and (ROOT / name).exists() else name
+
+
+def portable(name):
+    """The opposite, for what is saved: a path beside this file becomes relative to it."""
+    if name is None or not Path(name).exists():
+        return name
+    path = Path(name).resolve()
+    return str(path.relative_to(ROOT)) if ROOT in path.parents else os.path.normpath(name)
+
+
 def load_rows(source, split):
     """The rows of a split as dicts with all their columns, "question" and "answer" filled in.
 
-    The question is the column question, problem or prompt: a text, or a list of chat messages; the
+    The question is the column question, problem or prompt: a text, or a list of chat messages. The
     answer is answer or solution, else None. An empty list where a test split does not exist.
     Raises BadInput, naming the file and line, for what cannot be read.
     """
@@ -862,9 +869,6 @@ def load_rows(source, split):
         path = path / f"{split}.jsonl"
         if split == "test" and not path.exists() and path.with_name("train.jsonl").exists():
             return []
-    name, _, config = source.partition(":")
-    if name == "openai/gsm8k":
-        config = config or "main"
     place = path
     rows = []
     try:
@@ -877,8 +881,10 @@ def load_rows(source, split):
         elif path.exists():
             raise BadInput("a dataset is a .jsonl file, a folder with train.jsonl, or a hub name")
         else:
+            name, _, config = source.partition(":")
+            config = config or ("main" if name == "openai/gsm8k" else None)
             with local_rank_0_first():
-                rows = list(load_dataset(name, config or None, split=split))
+                rows = list(load_dataset(name, config, split=split))
     except Exception as error:  # each library raises its own errors
         if split == "test" and "Unknown split" in str(error):
             return []
@@ -891,17 +897,16 @@ def load_rows(source, split):
         row["question"] = row.get(column)
         row.setdefault("answer", row.get("solution"))
         try:
-            chat = as_chat(row["question"])
-            text = "".join(turn["content"] for turn in chat)
-            assert chat[-1]["content"].strip() and text.encode()  # not a lone surrogate
+            text = "".join(turn["content"] for turn in as_chat(row["question"]))
+            assert text.encode().strip()  # raises for a lone surrogate
         except (AssertionError, LookupError, TypeError, UnicodeError) as error:
-            shown = f"{column} {str(row['question'])[:60]!r}"
-            raise BadInput(f"{path}, {split} row {number}: {shown} is not text: {error}") from error
+            shown = f"the {column} {str(row['question'])[:60]!r} is not text"
+            raise BadInput(f"{path}, {split} row {number}: {shown}") from error
     return rows
 
 
 def readable_golds(rows, source):
-    """The rows with an answer that verify can read; BadInput where it cannot for a tenth of them."""
+    """The rows with an answer that verify can read. BadInput where a tenth of them have none."""
     readable = []
     reasons = []
     for row in rows:
@@ -910,24 +915,12 @@ def readable_golds(rows, source):
         except BadInput as error:
             reasons.append(f"{str(row['question'])[:60]!r}: {error}")
     if reasons:
-        message = f"{source}: {len(reasons)} of {len(rows)} rows lack a readable answer ({reasons[0]})"
+        share = f"{len(reasons)} of {len(rows)} rows"
+        found = f"{source}: {share} lack a readable answer ({reasons[0]})"
         if len(reasons) * 10 >= len(rows):
-            raise BadInput(f"{message}; needed: a column answer or solution, columns: {list(rows[0])}")
-        say(f"{message}: dropped")
+            raise BadInput(f"{found}; needed: answer|solution, columns: {list(rows[0])}")
+        say(f"{found}: dropped")
     return readable
-
-
-def add_prompts(rows, tokenizer, args):
-    """The rows whose prompt fits into --max_prompt_tokens, with its token ids as "prompt_ids"."""
-    fitting = []
-    prompts = encode_prompts(tokenizer, [row["question"] for row in rows], args)
-    for row, ids in zip(rows, prompts):
-        if len(ids) <= args.max_prompt_tokens:
-            fitting.append(row | {"prompt_ids": ids})
-    if len(fitting) < len(rows):
-        count = f"{len(rows) - len(fitting)} of {len(rows)} prompts"
-        say(f"dropped {count}, longer than --max_prompt_tokens {args.max_prompt_tokens}")
-    return fitting
 
 
 def load_splits(tokenizer, args):
@@ -948,10 +941,15 @@ def load_splits(tokenizer, args):
     return train, held_out
 
 
-def arg(default, help, at_least=-float("inf"), at_most=float("inf")):
-    """A field of Args: a flag, its help text and its bounds."""
-    bounds = {"help": help, "at_least": at_least, "at_most": at_most}
-    return dataclasses.field(default=default, metadata=bounds)
+def add_prompts(rows, tokenizer, args):
+    """The rows whose prompt fits into --max_prompt_tokens, with its token ids as "prompt_ids"."""
+    prompts = encode_prompts(tokenizer, [row["question"] for row in rows], args)
+    limit = args.max_prompt_tokens
+    fitting = [r | {"prompt_ids": ids} for r, ids in zip(rows, prompts) if len(ids) <= limit]
+    if len(fitting) < len(rows):
+        count = f"{len(rows) - len(fitting)} of {len(rows)} prompts"
+        say(f"dropped {count}, longer than --max_prompt_tokens {limit}")
+    return fitting
 
 
 class Run:
@@ -967,8 +965,8 @@ class Run:
         self.script = Path(script)
         self.folder = Path(args.output_dir or f"runs/{self.script.stem}")
         self.rank, self.processes = world()
-        self.check_flags()
-        self.config = {"script": self.script.stem, **vars(args), "date": str(PROMPT_DATE)}
+        check_flags(args, self.processes)
+        self.config = {"script": self.script.stem, **vars(args), "date": PROMPT_DATE}
         for key in "model", "dataset", "eval_dataset":
             self.config[key] = portable(self.config[key])
         found = [self.claim() if self.rank == 0 else None]
@@ -977,85 +975,66 @@ class Run:
         self.checkpoint, self.step, self.evaluation = found[0]
         self.first_step = self.step + 1
         self.file = None
-        self.lines = []
+        self.lines = []  # of the evaluation file
         self.seconds = {}
-        self.silent = 0  # steps in a row without a signal
+        self.silent = 0  # steps in a row without any advantage
         self.skipped = 0  # steps in a row without a finite gradient
 
-    def check_flags(self):
-        """Raise BadInput for a flag outside its bounds."""
-        for field in dataclasses.fields(self.args):
-            value = getattr(self.args, field.name)
-            least, most = field.metadata["at_least"], field.metadata["at_most"]
-            if isinstance(value, (int, float)) and not value >= least:  # also for NaN
-                raise BadInput(f"--{field.name} must be at least {least}, not {value}")
-            if isinstance(value, (int, float)) and not value <= most:
-                raise BadInput(f"--{field.name} must be at most {most}, not {value}")
-        if self.args.prompts_per_step % self.processes:
-            message = f"must be divisible by the number of processes, {self.processes}"
-            raise BadInput(f"--prompts_per_step {self.args.prompts_per_step} {message}")
-        try:
-            dict(json.loads(self.args.chat_template_kwargs))
-        except (TypeError, ValueError) as error:
-            raise BadInput(f"--chat_template_kwargs must be a JSON object: {error}") from error
-
     def claim(self):
-        """(checkpoint, its step, name of the evaluation) after checking that the folder is free."""
+        """(checkpoint, step, name of the evaluation), or BadInput where the folder is not free."""
         if self.args.resume and not (self.folder / "config.json").exists():
             raise BadInput(f"--resume: there is no run in {self.folder}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.folder / ".lock", "w")
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
         except BlockingIOError as error:
             raise BadInput(f"{self.folder} is in use: choose another --output_dir") from error
         except OSError as error:
             raise BadInput(f"cannot write to --output_dir {self.folder}: {error}") from error
         if not self.args.resume:
             if checkpoints(self.folder) or (self.folder / "metrics.jsonl").exists():
-                add = "add --resume to continue it, or choose another --output_dir"
-                raise BadInput(f"{self.folder} already contains a run: {add}")
+                how = "add --resume to continue it, or choose another --output_dir"
+                raise BadInput(f"{self.folder} already contains a run: {how}")
             return None, 0, ""
         try:
             old = dict(json.loads((self.folder / "config.json").read_text()))
         except (TypeError, ValueError) as error:
             raise BadInput(f"--resume: cannot read {self.folder}/config.json: {error}") from error
-        changed = {}
-        for key, new in self.config.items():
-            if old.get(key) != new and key not in ("resume", "output_dir", "device"):
-                changed[key] = f"{old.get(key)} -> {new}"
+        changed = {
+            key: f"{old.get(key)} -> {new}" for key, new in self.config.items()
+            if old.get(key) != new and key not in ("resume", "output_dir", "device")
+        }
         if not changed.keys().isdisjoint(FIXED):
-            message = f"the run in {self.folder} is another one ({changed})"
-            raise BadInput(f"--resume: {message}; choose another --output_dir")
+            other = f"the run in {self.folder} is another one ({changed})"
+            raise BadInput(f"--resume: {other}; choose another --output_dir")
         if self.args.steps > 0:
             for key, change in changed.items():
                 say(f"--{key} changed: {change}")
             copy = self.folder / self.script.name
             if copy.exists() and copy.read_text() != self.script.read_text():
-                say(f"{self.script.name} was edited: the run's copy of it is replaced")
-        names = {key: f"{key[5:]}{getattr(self.args, key)}" for key in EVALUATION}
-        held_out = self.args.eval_dataset or self.args.dataset
-        names["eval_dataset"] = held_out.removesuffix(".jsonl").strip("./").replace("/", "_")
-        other = [name for key, name in names.items() if key in changed]
-        for key in EVALUATION:  # the run's own evaluation stays what it was
-            self.config[key] = old.get(key)
+                say(f"{copy.name} was edited: the run's copy of it is replaced")
+        other = [f"{key[5:]}-{self.config[key]}" for key in EVALUATION if key in changed]
+        if "eval_dataset" in changed:
+            other[0] = Path(self.args.eval_dataset or self.args.dataset).stem
+        self.config |= {key: old.get(key) for key in EVALUATION}  # the run keeps its own
         checkpoint, step = find_checkpoint(self.folder, self.args.steps > 0)
         if 0 < self.args.steps < step:
-            raise BadInput(f"{self.folder} is at step {step}: --steps must be more, or 0 to evaluate")
+            raise BadInput(f"{self.folder} is at step {step}: give more --steps, or 0 to evaluate")
         return checkpoint, step, "-".join(other)
 
     def restore(self, optimizer):
-        """The optimizer with the checkpoint's state; with --steps 0 that state is not read."""
+        """The optimizer with the checkpoint's state, which --steps 0 does not read."""
         if self.checkpoint and self.args.steps > 0:
             optimizer.load_state_dict(load_state(self.checkpoint))
         return optimizer
 
     def begin(self):
-        """Drop lines of steps that come again; write config.json and a copy of the script."""
+        """Drop the lines of steps that come again; write config.json and a copy of the script."""
         metrics = self.folder / "metrics.jsonl"
         last = self.first_step - 1 if self.checkpoint else -1
         if self.args.steps == 0:
-            last = float("inf")  # an evaluation only adds a line
+            last = math.inf  # an evaluation only adds a line
         kept = []
         for line in metrics.read_text().splitlines() if metrics.exists() else []:
             if line.endswith("}") and json.loads(line)["step"] <= last:  # a kill leaves half a line
@@ -1068,14 +1047,12 @@ class Run:
 
     def steps(self):
         """The numbers of the steps to come, with a progress bar."""
-        self.bar = tqdm(
-            range(self.first_step, self.args.steps + 1), self.folder.name, self.args.steps,
-            initial=self.step, disable=self.rank > 0)  # fmt: skip
+        numbers = range(self.first_step, self.args.steps + 1)
+        self.bar = tqdm(numbers, self.folder.name, initial=self.step, disable=self.rank > 0)
         for self.step in self.bar:
             self.clock = time.perf_counter()
             yield self.step
-        say(f"{self.folder}: metrics.jsonl, eval-*.jsonl, checkpoint-*. Continue with --resume "
-            "--steps N, or evaluate with --resume --steps 0")  # fmt: skip
+        say(f"{self.folder}: to continue, --resume --steps N; to evaluate, --resume --steps 0")
 
     def places(self, step):
         """The places of a step in the run, P numbers; with several processes, its share of them."""
@@ -1091,17 +1068,17 @@ class Run:
         if self.processes > 1:
             parts = [None] * self.processes
             dist.all_gather_object(parts, items)
-        whole = [None] * sum(map(len, parts))
+        everything = [None] * sum(map(len, parts))
         for i, part in enumerate(parts):
-            whole[i :: self.processes] = part
-        return whole
+            everything[i :: self.processes] = part
+        return everything
 
     def total(self, value):
         """The sum of a number over all processes."""
         return sum(self.gather([value]))
 
     def mean(self, values, count=1):
-        """The mean of a tensor over all processes, or of a number that is the sum of count ones."""
+        """The mean of a tensor over all processes, or of a number that is a sum of count values."""
         if torch.is_tensor(values):
             count = values.numel()
             values = values.double().sum().item()
@@ -1114,30 +1091,30 @@ class Run:
         self.clock = now
 
     def log(self, step, metrics, example=None):
-        """Write metrics as a line of metrics.jsonl, and print them; example is (problem, batch)."""
+        """A line of metrics.jsonl, and what is printed. A training step has (problem, batch)."""
         if not metrics:
             return
         if example is not None:
             metrics = metrics | self.seconds
-        elif self.evaluation:
+        elif self.evaluation:  # not the run's own
             metrics = {"eval_dataset": self.evaluation} | metrics
         if self.rank == 0:
             if self.file is None:
                 self.begin()
-            finite = {key: x if is_finite(x) else None for key, x in metrics.items()}
-            self.file.write(json.dumps({"step": step} | finite) + "\n")
+            line = {key: x if is_finite(x) else None for key, x in metrics.items()}
+            self.file.write(json.dumps({"step": step} | line) + "\n")
         if example is None:
             shown = [f"{key} {x:.3f}" for key, x in metrics.items() if isinstance(x, float)]
             say(f"step {step}: " + "  ".join(shown))
             return
-        keys = "reward", "completion_len", "entropy", "degenerate_frac"
+        keys = ("reward", "completion_len", "entropy", "degenerate_frac")
         self.bar.set_postfix({key: metrics[key] for key in keys})
+        problem, batch = example
         if step in (self.first_step, self.args.steps) or step % self.args.eval_every == 0:
-            problem, batch = example
             reward = f"reward {batch.rewards[0, 0]:.3g}"
             say(f"step {step}, {reward}: {problem['question']} | {batch.texts[0]}")
         if step == self.first_step:
-            check_sampling(example[1])
+            check_sampling(batch)
         self.watch(step, metrics)
 
     def watch(self, step, metrics):
@@ -1145,7 +1122,7 @@ class Run:
         self.silent = self.silent + 1 if metrics["grad_norm"] == 0 else 0
         self.skipped = 0 if is_finite(metrics["grad_norm"]) else self.skipped + 1
         if self.skipped > 0:
-            say(f"step {step}: the gradient is not finite, update skipped ({self.skipped} in a row)")
+            say(f"step {step}: gradient not finite, update skipped ({self.skipped} in a row)")
         if self.skipped == 3 or not is_finite(metrics["sampling_logp_diff"]):
             raise BadInput("the model has diverged: lower --learning_rate, then --resume")
         if self.rank > 0:
@@ -1159,47 +1136,59 @@ class Run:
             warnings.warn("verification timed out: the answer counts as wrong")
 
     def add_samples(self, problems, batch, rewards):
-        """Note responses for the evaluation file; those to a problem seen before join its line."""
-        lengths = batch.mask.sum(1).view(rewards.shape).tolist()
+        """Note responses for the evaluation file; more responses to the last problem join it."""
+        n = rewards.shape[1]
+        lengths = batch.mask.sum(1).tolist()
         for i, problem in enumerate(problems):
             if not self.lines or self.lines[-1][0] is not problem:
                 line = {"question": problem["question"], "answer": problem["answer"]}
                 self.lines.append((problem, line | {"samples": [], "rewards": [], "lengths": []}))
             line = self.lines[-1][1]
-            n = rewards.shape[1]
             line["samples"] += batch.texts[i * n : (i + 1) * n]
             line["rewards"] += rewards[i].tolist()
-            line["lengths"] += lengths[i]
+            line["lengths"] += lengths[i * n : (i + 1) * n]
 
     def save_samples(self):
-        """Write eval-<step>.jsonl; returns the rewards, one list per problem of all processes."""
+        """Write eval-<step>.jsonl; returns the rewards, a list for each problem."""
         lines = self.gather([line for _, line in self.lines])
         self.lines = []
         if self.rank == 0:
+            name = f"eval-{self.step}-{self.evaluation}".removesuffix("-")
             text = "".join(json.dumps(line) + "\n" for line in lines)
-            name = "-".join(filter(None, ["eval", str(self.step), self.evaluation]))
             replace_file(self.folder / f"{name}.jsonl", text)
         return [line["rewards"] for line in lines]
 
     def save(self, step, model, tokenizer, optimizer):
-        """Write checkpoint-<step>; see write_checkpoint."""
+        """Write checkpoint-<step>: a Hugging Face folder plus the optimizer's state.
+
+        It is written aside and renamed, so a crash never damages an earlier one. The last two are
+        kept. Raises BadInput, for example for a full disk.
+        """
         state = optimizer.state_dict()  # on all processes: it gathers
         if self.rank == 0:
-            write_checkpoint(self.folder, step, model, tokenizer, state)
+            folder = self.folder / f"checkpoint-{step}"
+            aside = self.folder / "checkpoint.tmp"
+            try:
+                remove(aside)
+                save_model(model, tokenizer, aside)
+                torch.save(state, aside / "optimizer.pt")
+                files = [file for file in aside.rglob("*") if file.is_file()]
+                sizes = {str(file.relative_to(aside)): file.stat().st_size for file in files}
+                (aside / "whole.json").write_text(json.dumps({"step": step, "sizes": sizes}))
+                remove(folder)  # an incomplete one of the same step
+                aside.rename(folder)
+            except Exception as error:  # OSError, and what safetensors and torch.save make of it
+                remove(aside)
+                rest = "earlier checkpoints are complete: make room, then --resume"
+                raise BadInput(f"cannot save {folder}: {first_line(error)}; {rest}") from error
+            for old in [old for old in checkpoints(self.folder) if step_of(old) <= step][:-2]:
+                remove(old)
         if self.processes > 1:
             dist.barrier()
 
 
 def is_finite(x):
-    return not isinstance(x, float) or abs(x) < float("inf")
-
-
-def portable(name):
-    """A path as config.json keeps it: inside this repository relative to it, so both may move."""
-    if name is None or not Path(name).exists():
-        return name
-    path = Path(name).resolve()
-    return str(path.relative_to(ROOT) if ROOT in path.parents else os.path.normpath(name))
+    return not isinstance(x, float) or math.isfinite(x)
 
 
 def replace_file(path, text):
@@ -1207,34 +1196,6 @@ def replace_file(path, text):
     aside = path.with_name(path.name + ".tmp")
     aside.write_text(text, encoding="utf-8")
     aside.replace(path)
-
-
-def write_checkpoint(run, step, model, tokenizer, state):
-    """Write run/checkpoint-<step>: a Hugging Face folder plus the optimizer's state.
-
-    With adapters the folder holds the merged model, and its folder adapters/ the adapters: in bf16
-    the merged weights are an approximation. It is written aside and renamed, so a crash never
-    damages an earlier one. The last two are kept. Raises BadInput, for example for a full disk.
-    """
-    folder = Path(run, f"checkpoint-{step}")
-    aside = Path(run, "checkpoint.tmp")
-    remove(aside)
-    try:
-        with as_it_came(model, tokenizer):
-            save_model(model, aside)
-            tokenizer.save_pretrained(aside)
-        torch.save(state, aside / "optimizer.pt")
-        files = [file for file in aside.rglob("*") if file.is_file()]
-        sizes = {str(file.relative_to(aside)): file.stat().st_size for file in files}
-        (aside / "whole.json").write_text(json.dumps({"step": step, "sizes": sizes}))
-        remove(folder)  # an incomplete one of the same step
-        aside.rename(folder)
-    except Exception as error:  # OSError, and what safetensors and torch.save make of a full disk
-        remove(aside)
-        rest = "earlier checkpoints are complete: free disk space, then --resume"
-        raise BadInput(f"cannot save {folder}: {first_line(error)}; {rest}") from error
-    for old in [old for old in checkpoints(run) if step_of(old) <= step][:-2]:
-        remove(old)
 
 
 def remove(folder):
@@ -1260,50 +1221,73 @@ def checkpoints(run):
     return sorted(folders, key=step_of)
 
 
-def load_state(folder):
-    """The optimizer's state, mapped from the file: read where it is needed, shared by processes."""
-    try:
-        path = folder / "optimizer.pt"
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryError) or "alloc" in str(error):
-            raise BadInput(f"not enough memory to read {path}: {first_line(error)}") from error
-        raise
-
-
-def find_checkpoint(run, with_state):
-    """(folder, step) of the newest complete checkpoint, else (None, 0); prints what it skips."""
+def find_checkpoint(run, with_state=True):
+    """(folder, step) of the newest complete checkpoint, or (None, 0); prints which it skips."""
     for folder in reversed(checkpoints(run)):
         try:
-            whole = json.loads((folder / "whole.json").read_text())
-            assert all((folder / name).stat().st_size == n for name, n in whole["sizes"].items())
-            for file in folder.glob("*.safetensors"):
-                with safe_open(file, "pt"):  # reads the header: a file of the right size may be empty
-                    pass
-            if with_state:
-                load_state(folder)
-            say(f"continuing from {folder}")
-            return folder, whole["step"]
+            saved = json.loads((folder / "whole.json").read_text())
+            sizes = {name: (folder / name).stat().st_size for name in saved["sizes"]}
+            if sizes == saved["sizes"]:
+                for file in folder.glob("*.safetensors"):
+                    safe_open(file, "pt")  # reads the header: the right size may be all zeros
+                if with_state:
+                    load_state(folder)
+                say(f"continuing from {folder}")
+                return folder, saved["step"]
         except BadInput:
             raise
         except Exception:  # a missing file, half a JSON text, zeros, code where weights should be
-            say(f"{folder} is incomplete: skipped")
+            pass
+        say(f"{folder} is incomplete: skipped")
     say(f"{run} has no complete checkpoint: starting from step 0")
     return None, 0
 
 
+def load_state(folder):
+    """The optimizer's state, mapped from its file: read where needed, shared by the processes."""
+    path = folder / "optimizer.pt"
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "alloc" not in str(error):
+            raise
+        raise BadInput(f"not enough memory for {path}: {first_line(error)}") from error
+
+
+def arg(default, help, at_least=-math.inf, at_most=math.inf):
+    """A field of Args: a flag with its help text and bounds."""
+    metadata = {"help": help, "at_least": at_least, "at_most": at_most}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_flags(args, processes):
+    """Raise BadInput for a flag outside its bounds."""
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if isinstance(value, (int, float)) and not value >= field.metadata["at_least"]:  # NaN too
+            least = field.metadata["at_least"]
+            raise BadInput(f"--{field.name} must be at least {least}, not {value}")
+        if isinstance(value, (int, float)) and value > field.metadata["at_most"]:
+            most = field.metadata["at_most"]
+            raise BadInput(f"--{field.name} must be at most {most}, not {value}")
+    if args.prompts_per_step % processes:
+        raise BadInput(f"--prompts_per_step must be divisible by the {processes} processes")
+    try:
+        dict(json.loads(args.chat_template_kwargs))
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"--chat_template_kwargs must be a JSON object: {error}") from error
+
+
 def parse_args(Args, TINY, argv=None):
     """Args from the command line. Without --model, TINY replaces the defaults; given flags win."""
-    fields = [
-        (field.name, field.type, arg(field.default, field.metadata["help"]))
-        for field in dataclasses.fields(Args)
-    ]
-    for _, _, field in fields:
-        field.metadata = {"help": field.metadata["help"]}  # HfArgumentParser knows no bounds
+    def flag(field):  # HfArgumentParser knows no bounds
+        help = {"help": field.metadata["help"]}
+        return field.name, field.type, dataclasses.field(default=field.default, metadata=help)
+
     parser = HfArgumentParser(
-        dataclasses.make_dataclass("Args", fields), allow_abbrev=False,
+        dataclasses.make_dataclass("Args", map(flag, dataclasses.fields(Args))), allow_abbrev=False,
         usage="%(prog)s [--flag value ...]   (--help lists the flags)",
-        description="Without --model, the defaults are those of TINY in this script.")  # fmt: skip
+        description="Without --model, the defaults are those of TINY in this script.")
     given = parser.parse_known_args(argv)[0]
     if given.model is None:
         parser.set_defaults(**TINY)
@@ -1313,27 +1297,32 @@ def parse_args(Args, TINY, argv=None):
 
 
 def run_script(main, Args, TINY):
-    """What a script does when started: parse the flags, run main, and end with one sentence."""
+    """Parse the flags and run main; what goes wrong ends in one sentence."""
     args = parse_args(Args, TINY)
     for stream in sys.stdout, sys.stderr:
-        stream.reconfigure(errors="replace")  # a console that cannot show a character shows ?
+        stream.reconfigure(errors="replace")  # where the console cannot show a character
     try:
         start_process(args.device)
-        return main(args)
+        main(args)
+        return
     except KeyboardInterrupt:
         code = 130
         message = "interrupted: add --resume to continue from the last checkpoint"
-    except torch.OutOfMemoryError:
-        code = 2
-        message = "error: out of GPU memory: lower --micro_batch_tokens, or use --lora_rank"
-    except (BadInput, OSError) as error:  # OSError: for example a full disk
+        if world()[0] > 0:
+            message = ""
+    except Exception as error:
+        known = isinstance(error, (BadInput, OSError, torch.OutOfMemoryError))  # OSError: full disk
+        if world()[0] > 0 or world()[1] > 1 and not known:
+            time.sleep(5)  # if another process is the cause, torchrun ends this one meanwhile
+        if not known:
+            raise
         code = 2
         message = f"error: {error}"
+        if isinstance(error, torch.OutOfMemoryError):
+            message = "error: the GPU is full: lower --micro_batch_tokens, or add --lora_rank"
     finally:
-        number = world()[0]
         if dist.is_initialized():
             dist.destroy_process_group()
-    if number > 0:
-        time.sleep(5)  # torchrun ends this process first if rank 0 says the same
-    print(message, file=sys.stderr)
+    if message:
+        tqdm.write(message, file=sys.stderr)  # below the progress bar
     sys.exit(code)
