@@ -162,7 +162,7 @@ def compute_advantages(batch, args):
 def compute_weights(batch, args):
     """How much each token counts in the loss, (B, T) float32, 0 off the mask."""
     lengths = batch.mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
-    return batch.mask / lengths / len(batch.mask)  # (B, T) mean over a response, then the batch
+    return batch.mask / lengths / len(batch.mask)  # (B, T) mean over L, then over B
 
 
 # --- the same in all five scripts from here on ---

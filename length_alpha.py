@@ -120,8 +120,8 @@ def compute_advantages(batch, args):
 def compute_weights(batch, args):
     """How much each token counts in the loss, (B, T) float32, 0 off the mask."""
     lengths = batch.mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
-    scale = lengths ** (args.alpha - 1.0) / args.max_new_tokens**args.alpha  # (B, 1)
-    return batch.mask * scale / len(batch.mask)  # (B, T)
+    lengths = lengths ** (1.0 - args.alpha) * args.max_new_tokens**args.alpha  # (B, 1) from L to C
+    return batch.mask / lengths / len(batch.mask)  # (B, T) mean over L, then over B
 
 
 # --- the same in all five scripts from here on ---
