@@ -1,4 +1,4 @@
-"""Advantages, loss and gradient are those of TRL; tools/make_trl_fixture.py says how its are made."""
+"""Advantages, loss and gradient are those of TRL (its own made by tools/make_trl_fixture.py)."""
 
 import json
 from pathlib import Path
