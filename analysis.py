@@ -357,10 +357,8 @@ def draw_curves(options):
     for label, colour in choose_colours(groups).items():
         for key, axis in panels.items():
             plot_mean(axis, groups[label], key, colour, options.smooth)
-    note = "Bands: one standard deviation."
-    if options.smooth > 1:
-        note += f" What is logged every step is smoothed over {options.smooth} steps."
-    add_legend(figure, groups, note)
+    smoothed = f" Per-step numbers: means over {options.smooth} steps." * (options.smooth > 1)
+    add_legend(figure, groups, f"Bands: one standard deviation.{smoothed}")
 
     steps = shared_evaluations(logs)
     extra = [key for key in keys if key not in PANELS]
@@ -428,7 +426,8 @@ def compare_scripts(groups, name, step):
         b = accuracies_at(others, step)
         if a and b and all(logs[0].config[key] == others[0].config[key] for key in common):
             points = f"{100 * (np.mean(a) - np.mean(b)):+.1f}"
-            least = 1 / math.comb(len(a) + len(b), len(a))
+            mirrored = 2 if len(a) == len(b) else 1  # then the opposite split is as extreme
+            least = mirrored / math.comb(len(a) + len(b), len(a))
             rows.append([label, other, points, permutation_p(a, b), least])
     caption = (
         f"Differences in accuracy at step {step}. p: exact permutation test over seeds, beside the "
@@ -470,10 +469,10 @@ def draw_lengths(options):
         "mean_wrong": "wrong responses, mean tokens",
         "long_wrong": f"share of wrong ones over {long} tokens",
     })  # fmt: skip
+    panels["mean_wrong"].sharey(panels["mean_right"])
     for label, colour in choose_colours(groups).items():
         for key, axis in panels.items():
             plot_mean(axis, groups[label], key, colour)
-    panels["mean_wrong"].sharey(panels["mean_right"])
     add_legend(figure, groups, "Bands: one standard deviation.")
     return [tabulate_lengths(groups, long)], figure
 
@@ -510,6 +509,7 @@ MAP_PANELS = {
     "collapsed": "share of runs that collapse",
     "gap": "zero-variance groups − i.i.d.",
 }
+MAP_TOPS = {"accuracy": 1, "collapsed": 1}  # where the colours end, if not at the largest number
 
 
 def draw_map(options):
@@ -547,7 +547,7 @@ def name_base(log, logs):
     for other in logs:
         key = str(other.config.get("model")), str(other.config.get("dataset"))
         bases.setdefault(key, []).append(other.evals[0]["eval_accuracy"])
-    names = {key: f"{100 * np.mean(values):.1f} %" for key, values in bases.items()}
+    names = {key: f"base {100 * np.mean(values):.1f} %" for key, values in bases.items()}
     key = str(log.config.get("model")), str(log.config.get("dataset"))
     name = names[key]
     if list(names.values()).count(name) > 1:
@@ -557,7 +557,7 @@ def name_base(log, logs):
 
 def order_of_cell(key):
     """By base, then by G; the algorithms stay in their order."""
-    return float(key[0].split()[0]), int(key[0].split()[-1])
+    return float(key[0].split()[1]), int(key[0].split()[-1])
 
 
 def summarize_cell(logs):
@@ -590,7 +590,7 @@ def plot_map(numbers):
         for (row, column), cell in numbers.items():
             if cell[name] is not None:
                 values[rows.index(row), columns.index(column)] = cell[name]
-        image = axis.imshow(values, aspect="auto", cmap="viridis")
+        image = axis.imshow(values, aspect="auto", vmin=0, vmax=MAP_TOPS.get(name))
         for (y, x), value in np.ndenumerate(values):
             if not math.isnan(value):
                 ink = probes.readable_ink(np.array(image.to_rgba(value)[:3]))
@@ -622,12 +622,15 @@ def format_cell(value):
 
 
 def save_picture(figure, path):
+    """Save the picture, as .png if the path has no ending; returns its path."""
+    path = path if path.suffix else Path(f"{path}.png")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, bbox_inches="tight")
     except (OSError, ValueError) as error:
         raise BadInput(f"cannot write the picture --output {path}: {error}") from error
     plt.close(figure)
+    return path
 
 
 def positive(text):
@@ -675,8 +678,7 @@ def main(argv=None):
     tables, figure = options.function(options)
     for table in tables:
         print_table(*table)
-    path = Path(options.output or f"runs/{options.command}.png")
-    save_picture(figure, path if path.suffix else Path(f"{path}.png"))
+    path = save_picture(figure, Path(options.output or f"runs/{options.command}.png"))
     claim = options.function.__doc__.partition("\n\n")[2]
     print(f"{' '.join(claim.split())}\nPicture: {path}")
 

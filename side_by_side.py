@@ -122,7 +122,7 @@ class Script:
         tree = ast.parse(text)
         self.name = name
         self.names = {node.lineno: node.name for node in tree.body if hasattr(node, "name")}
-        self.about = ast.get_docstring(tree) or ""
+        self.about = ast.get_docstring(tree, clean=False) or ""
         lines = list(enumerate(text.splitlines(), 1))
         end = tree.body[0].end_lineno if self.about else 0
         start = next((i for i, line in lines if line == BLOCK and i > end), len(lines) + 1)
