@@ -49,7 +49,7 @@ COLOURS = {
     "ep_grpo": "#E69F00",
 }
 SPARE_COLOURS = ["#56B4E9", "#8C564B", "#000000", "#999933"]  # for scripts of your own
-STYLE = {
+plt.rcParams.update({
     "axes.axisbelow": True,
     "axes.grid": True,
     "axes.prop_cycle": matplotlib.cycler(color=[*COLOURS.values(), *SPARE_COLOURS]),
@@ -62,8 +62,7 @@ STYLE = {
     "grid.alpha": 0.25,
     "legend.fontsize": 8,
     "legend.frameon": False,
-}
-plt.rcParams.update(STYLE)
+})  # fmt: skip
 
 
 # --- the logs of runs ---
@@ -130,24 +129,17 @@ def keep_logs(is_usable, logs, reason):
     return logs
 
 
-def read_json(path):
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"cannot read {path}: {error}") from error
-
-
 def read_folder(folder):
     """The log in a run's folder, with the response lengths of its evaluations."""
     folder = Path(folder)
-    config = read_json(folder / "config.json")
-    if "script" not in config:
-        raise BadInput(f"{folder / 'config.json'} does not name its script: not a run's folder")
     try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         texts = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         lines = [json.loads(text) for text in texts if text.endswith("}")]  # the last may be cut
     except (OSError, ValueError) as error:
-        raise BadInput(f"cannot read {folder / 'metrics.jsonl'}: {error}") from error
+        raise BadInput(f"cannot read the run in {folder}: {error}") from error
+    if "script" not in config:
+        raise BadInput(f"{folder / 'config.json'} does not name its script: not a run's folder")
     for line in lines:
         samples = folder / f"eval-{line['step']}.jsonl"
         if "eval_accuracy" in line and "eval_dataset" not in line and samples.exists():
@@ -349,9 +341,7 @@ def draw_curves(options):
     figure, panels = make_panels({key: PANELS.get(key, key) for key in keys})
     if "grad_norm" in panels:
         panels["grad_norm"].set_yscale("log")
-        panels["grad_norm"].yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
         panels["grad_norm"].yaxis.set_major_formatter("{x:g}")
-        panels["grad_norm"].yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     if "gap" in panels:
         panels["gap"].axhline(0, color="black", linestyle="--", linewidth=1)
     for label, colour in choose_colours(groups).items():
@@ -618,7 +608,9 @@ def print_table(caption, header, rows):
 def format_cell(value):
     if value is None or isinstance(value, float) and math.isnan(value):
         return "–"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.2g}" if 0 < abs(value) < 0.0005 else f"{value:.3f}"
 
 
 def save_picture(figure, path):

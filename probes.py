@@ -9,24 +9,23 @@ import json
 import math
 from pathlib import Path
 
+import grpo  # before torch: common sets up torch's memory allocator
+import ep_grpo
+import length_alpha
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import BadInput, checkpoints, load_model, parse_args, token_logps_and_entropies
 from tqdm import tqdm
 
-import ep_grpo
-import grpo
-import length_alpha
-from common import BadInput, checkpoints, load_model, token_logps_and_entropies
-
-FLAGS = {
+FLAGS = {  # the scripts' flags that can be given here too
     "instruction": str,
     "temperature": float,
     "device": str,
     "seed": int,
     "max_prompt_tokens": int,
     "max_new_tokens": int,
-}  # flags of the scripts that can be given here too
+}
 
 
 def add_commands(add):
@@ -41,8 +40,8 @@ def add_commands(add):
         command = add(name, function)
         several = {"nargs": "+", "required": True} if name == "passk" else {}
         command.add_argument("--model", **several, help="hub name, folder, or run; the base first")
-        command.add_argument("--dataset", help="held-out problems (default: those of the run)")
-        command.add_argument("--problems", type=int, default=problems, help="number of problems")
+        command.add_argument("--eval_dataset", "--dataset", help="problems (default: the run's)")
+        command.add_argument("--problems", type=int, default=problems, help="their number")
         command.add_argument("--samples", type=int, default=samples, help="responses per problem")
         for flag, kind in FLAGS.items():
             command.add_argument(f"--{flag}", type=kind, help="as in grpo.py")
@@ -76,33 +75,36 @@ def find_model(name):
     return str(checkpoints(run)[-1]), config
 
 
-def set_up(options, script=grpo, name=None, run=None):
+def set_up(options, script=grpo, name=None, run=None, trainable=True):
     """(model, tokenizer, problems, args): the flags of the run, and over them those given here."""
     if options.samples < 2 or options.problems < 1:
-        raise BadInput("--samples must be at least 2 and --problems at least 1")
+        raise BadInput("--samples must be at least 2, and --problems at least 1")
     path, own = find_model(name or options.model)
-    known = {field.name for field in dataclasses.fields(script.Args)}
+    known = {field.name for field in dataclasses.fields(script.Args)} - {"resume", "output_dir"}
     flags = {key: value for key, value in (run or own).items() if key in known}
-    flags |= {key: getattr(options, key) for key in FLAGS if getattr(options, key) is not None}
+    given = {key: getattr(options, key) for key in (*FLAGS, "eval_dataset")}
+    flags |= {key: value for key, value in given.items() if value is not None}
     flags |= {"model": path, "eval_problems": options.problems, "steps": 0}
-    if Path(path).resolve() == Path(grpo.TINY_DIR).resolve():
+    if Path(path).resolve() == Path(grpo.TINY_DIR):
         del flags["model"]  # so that its own settings are the defaults
-    if options.dataset:
-        flags["eval_dataset"] = options.dataset
     argv = [f"--{key}={value}" for key, value in flags.items() if value is not None]
-    from common import parse_args
-
     args = parse_args(script.Args, script.TINY, argv)
-    model, tokenizer = load_model(args.model, args.device)
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        least = field.metadata["at_least"]
+        if value is not None and least is not None and not value >= least:
+            raise BadInput(f"--{field.name} must be at least {least}, not {value}")
+    rank = args.lora_rank
+    model, tokenizer = load_model(args.model, args.device, trainable, rank, args.seed)
     _, problems = script.load_problems(tokenizer, args)
     if not problems:
-        raise BadInput("there are no held-out problems: give some with --dataset")
+        raise BadInput("no held-out problem can be used: name others by --eval_dataset")
     return model, tokenizer, problems, args
 
 
 def draw_groups(model, tokenizer, problems, samples, args):
     """Sample and reward responses to one problem after the other; yield a Batch for each."""
-    for i, problem in enumerate(tqdm(problems, desc="sampling", leave=False)):
+    for i, problem in enumerate(tqdm(problems, desc="sampling", leave=False, disable=None)):
         streams = [grpo.random_stream(args.seed, "evaluation", i)]
         batch = grpo.rollout(model, tokenizer, [problem], samples, args, streams)
         batch.rewards = grpo.grade(batch, [problem])  # (1, samples)
@@ -111,9 +113,13 @@ def draw_groups(model, tokenizer, problems, samples, args):
 
 def count_right(options, name=None, run=None):
     """How many of the responses to each problem are right, (problems,) int."""
-    model, tokenizer, problems, args = set_up(options, name=name, run=run)
+    model, tokenizer, problems, args = set_up(options, name=name, run=run, trainable=False)
     groups = draw_groups(model, tokenizer, problems, options.samples, args)
     return np.array([int((batch.rewards >= 1).sum()) for batch in groups])
+
+
+def trained_weights(model):
+    return [weight for weight in model.parameters() if weight.requires_grad]
 
 
 def response_gradient(model, batch, row, coefficients, weights, args):
@@ -217,7 +223,7 @@ def group_ranks(model, batch, sizes, args):
     """
     N = len(batch.mask)
     per_token = grpo.compute_weights(batch, args)  # (N, T)
-    weights = list(model.parameters())
+    weights = trained_weights(model)
     rows = [response_gradient(model, batch, i, per_token, weights, args) for i in range(N)]
     u = [torch.stack(parts).double() for parts in zip(*rows)]  # (N, *shape of a weight) each
     gram = sum(x.flatten(1) @ x.flatten(1).T for x in u)  # (N, N)
@@ -305,7 +311,7 @@ def measure_share(options):
              for alpha in alphas]  # fmt: skip
         mean = batch.mask / batch.mask.sum(1, keepdim=True)  # (N, T)
         for i in A[:, 0].nonzero()[:, 0].tolist():
-            parts = response_gradient(model, batch, i, mean, list(model.parameters()), args)
+            parts = response_gradient(model, batch, i, mean, trained_weights(model), args)
             norm = math.sqrt(sum(part.double().square().sum().item() for part in parts))
             weights = [(w * A.abs())[i].sum().item() for w in W]
             found.append([number, batch.mask[i].sum().item(), norm, *weights])
@@ -326,7 +332,7 @@ def measure_share(options):
         ends = float(share[short].mean()), float(share[long].mean())
         rows.append([alpha, *weight, *gradient, *ends])
     caption = "Fits of share ~ L^k, with standard errors; mean shares, where 1 is an equal one."
-    header = ["alpha", "k of W|A|", "error", "k of the gradient", "error"]
+    header = ["alpha", "k of the weight", "error", "k of the gradient", "error"]
     header += ["share of the shortest quarter", "share of the longest quarter"]
     return [(caption, header, rows)], plot_shares(lengths, shares, alphas, fits)
 

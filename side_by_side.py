@@ -282,8 +282,10 @@ def make_cells(left, right):
     for kind, a, b, c, d in difflib.SequenceMatcher(None, *parts, autojunk=False).get_opcodes():
         for side, part in enumerate([parts[0][a:b], parts[1][c:d]]):
             text = escape("".join(part))
-            same = kind == "equal" or not text.strip()
-            marked[side] += text if same else f"<mark>{text}</mark>"
+            core = text.strip()
+            if kind != "equal" and core:
+                text = text.replace(core, f"<mark>{core}</mark>")
+            marked[side] += text
     return make_line("old", left, marked[0]), make_line("new", right, marked[1])
 
 

@@ -152,7 +152,7 @@ def test_the_words_that_differ_are_marked(tmp_path):
     a = write(tmp_path / "a.py", "# --- algorithm ---\nx = centred / (std + 1e-4)  # (P, G)\n")
     b = write(tmp_path / "b.py", "# --- algorithm ---\nx = centred  # (P, G)\nnew = 1 < 2\n")
     page = side_by_side.make_page([a, b])
-    marked = "<i>2</i><code>x = centred<mark> / (std + 1e-4)</mark>  # (P, G)</code>"
+    marked = "<i>2</i><code>x = centred <mark>/ (std + 1e-4)</mark>  # (P, G)</code>"
     assert f'<div class="line old">{marked}</div>' in page
     assert '<div class="line new"><i>2</i><code>x = centred  # (P, G)</code></div>' in page
     assert '<div class="line new"><i>3</i><code>new = 1 &lt; 2</code></div>' in page
