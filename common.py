@@ -1,8 +1,18 @@
-"""What the five scripts share: reading data, loading and saving, the verifier, per-token log-probs and entropies."""
+"""What the five scripts share, in five sections that can be read one by one:
 
+models · the optimizer and its processes · log-probs and entropies · the verifier · data and runs
+"""
+
+import contextlib
+import copy
+import dataclasses
+import datetime
+import fcntl
 import functools
 import inspect
 import json
+import math
+import numbers
 import os
 import re
 import shutil
@@ -10,340 +20,551 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import asdict
+import warnings
 from fractions import Fraction
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 
+# Before torch is imported: otherwise the growing cache of a rollout strands tens of GB on a GPU.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+import peft
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from datasets import load_dataset
+from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedConfig, logging
-from transformers.modeling_layers import GradientCheckpointingLayer
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import HfArgumentParser, PreTrainedConfig, logging
+
+ROOT = Path(__file__).resolve().parent
 
 
 class BadInput(ValueError):
-    """What the user gave cannot be used. The message is one sentence that says what to do; scripts exit with 2."""
-
-
-# --- data ---
-BENCHMARKS = {  # name: hub id, configuration, split
-    "gsm8k": ("openai/gsm8k", "main", "test"),
-    "math500": ("HuggingFaceH4/MATH-500", None, "test"),
-    "amc23": ("math-ai/amc23", None, "test"),
-    "minerva": ("math-ai/minervamath", None, "test"),
-    "aime24": ("HuggingFaceH4/aime_2024", None, "train"),
-    "aime25": ("math-ai/aime25", None, "test"),
-}
+    """Unusable input. The message is one sentence that says what to do; scripts exit with 2."""
 
 
 def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def load_rows(source, config, split):
-    """(question, answer) pairs of a hub dataset, a benchmark by name, a .jsonl file, or a folder's <split>.jsonl.
-
-    The columns are question, problem or prompt, and answer or solution. BadInput names what cannot be used.
-    """
-    if split == "test":  # benchmarks are for evaluation: by a name alone nobody trains on a test split
-        source, config, split = BENCHMARKS.get(source, (source, config, split))
-    config = config or next((name for hub, name, _ in BENCHMARKS.values() if hub == source), None)
-    path, number = Path(source, f"{split}.jsonl") if Path(source).is_dir() else Path(source), 0
-    rows, pairs = [], []
-    try:
-        if path.suffix != ".jsonl":
-            rows = list(load_dataset(source, config, split=split))
-        else:
-            for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-                if line.strip():
-                    rows.append(dict(json.loads(line)))
-    except Exception as error:  # no such file, a broken line, no network, ...: every library has errors of its own
-        place = f"{path}, line {number}" if number else path
-        raise BadInput(f"cannot read the dataset {place}: {first_line(error)}") from error
-    columns = list(rows[0]) if rows else []
-    question = next((name for name in ("question", "problem", "prompt") if name in columns), None)
-    answer = next((name for name in ("answer", "solution") if name in columns), None)
-    if not question or not answer:
-        raise BadInput(f"{path} has {len(rows)} rows of {columns}; needed: question|problem|prompt, answer|solution")
-    for number, row in enumerate(rows, 1):
-        try:
-            if not isinstance(row.get(question), str) or not row[question].strip():
-                raise BadInput(f"the {question} {str(row.get(question))[:60]!r} is no text")
-            row[question].encode()  # a lone surrogate, which JSON can spell, is no text either
-            pairs.append((row[question], gold_answer(row.get(answer))))
-        except ValueError as error:
-            raise BadInput(f"{path}, {split} row {number}: {error}") from error
-    return pairs
-
-
-# --- models ---
-# bf16 halves the memory of weights and cache; float32_masters keeps what it would lose.
+# --- models: loading, saving, prompts, checks at the start ---
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+PROMPT_DATE = datetime.date(2024, 7, 26)  # for chat templates that write today's date
+PEFT_PREFIX = "base_model.model."  # of the names in peft's files
 
 
-def load_model(name, device, trainable=True):
+def load_model(name, device=None, trainable=True, lora_rank=0, seed=0):
     """Load a causal language model and its tokenizer from the hub or a local folder.
 
-    Dropout is 0 everywhere, in train mode too: the ratio must be 1 before the first update. trainable=False freezes
-    the weights, so that no gradient or optimizer memory is spent on them. Raises BadInput if nothing can be loaded.
+    float32 on CPU, bf16 on a GPU. Dropout is 0 in training mode too: the ratio must be 1 before the
+    first update. With lora_rank only adapters, drawn from the seed, are trained. A checkpoint with
+    adapters is loaded as its base model plus adapters. Raises BadInput if that is not possible.
     """
-    logging.disable_progress_bar()  # of weight files; a hub download still shows its own
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise BadInput(f"--device {device}: {first_line(error)}") from error
-    if device.type not in DTYPES:
-        raise BadInput(f"--device {device}: must be cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadInput(f"--device {device}: torch sees no CUDA device here; use --device cpu")
-    is_path = str(name).startswith(("/", ".")) or str(name).count("/") > 1  # a hub name is owner/model
+    device = find_device(device)
+    name = str(name)
+    adapters = Path(name, "adapters")
+    config = None
+    if adapters.is_dir():
+        config = peft.LoraConfig.from_pretrained(adapters)
+        name = locate(config.base_model_name_or_path)
+        if trainable and config.r != lora_rank:
+            raise BadInput(f"{adapters} has rank {config.r}: use --lora_rank {config.r}")
+    elif trainable and lora_rank > 0:
+        config = peft.LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
+        config.base_model_name_or_path = portable(name)
+    with local_rank_0_first():
+        model, tokenizer = load_pretrained(name, DTYPES[device.type])
+    model.to(device).requires_grad_(trainable)
+    if config is not None:
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(config, model)
+        if adapters.is_dir():
+            weights = load_file(adapters / "adapter_model.safetensors")
+            weights = {key.removeprefix(PEFT_PREFIX): weight for key, weight in weights.items()}
+            peft.set_peft_model_state_dict(model, weights)
+        if not trainable:
+            model.requires_grad_(False)
+    return model.eval(), tokenizer
+
+
+def find_device(name):
+    """The device of --device, by default CUDA where there is a GPU."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for every length: 30 ms/token on H100
+    if name not in (None, "cpu", "cuda"):
+        raise BadInput(f"--device {name}: must be cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device cuda: torch sees no CUDA device here; use --device cpu")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def load_pretrained(name, dtype):
+    """A model on the CPU and its tokenizer, with dropout off and a pad token that it knows."""
+    logging.disable_progress_bar()  # only the bar for loading weights, not that of downloads
+    is_path = name.startswith(("/", ".")) or name.count("/") > 1  # a hub name is owner/model
     if is_path and not Path(name).is_dir():
         raise BadInput(f"cannot load the model {name}: there is no such folder")
     try:
         config = AutoConfig.from_pretrained(name)
-        for part in (config, *(x for x in vars(config).values() if isinstance(x, PreTrainedConfig))):  # text_config too
-            for key, value in vars(part).items():  # attn_pdrop, hidden_dropout, layerdrop, ...: each family's own name
-                if "drop" in key and isinstance(value, float):
-                    setattr(part, key, 0.0)
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=DTYPES[device.type])
-    except Exception as error:  # no such folder, no network, broken weights, ...
-        raise BadInput(f"cannot load the model {name}, from a folder or the hub: {first_line(error)}") from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token_id is None:
-        raise BadInput(f"the tokenizer of {name} has neither a pad nor an eos token: set one and save it")
-    return model.to(device).requires_grad_(trainable).eval(), tokenizer
+        as_loaded = (copy.deepcopy(config), tokenizer.pad_token)
+        nested = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
+        for part in (config, *nested):
+            for key, value in vars(part).items():  # attn_pdrop, layerdrop, router_jitter_noise, ...
+                if isinstance(value, float) and ("drop" in key or "jitter" in key):
+                    setattr(part, key, 0.0)
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype)
+    except Exception as error:  # each library raises its own errors
+        reason = first_line(error)
+        raise BadInput(f"cannot load the model {name} from a folder or hub: {reason}") from error
+    model.as_loaded = as_loaded  # save_model puts these back, since the changes are not the model's
+    known = range(model.get_input_embeddings().num_embeddings)
+    if tokenizer.pad_token_id not in known:
+        tokenizer.pad_token = tokenizer.eos_token  # any token would do, since padding is masked
+    if tokenizer.pad_token_id not in known:
+        raise BadInput(f"the tokenizer of {name} needs a pad or eos token that the model knows")
+    return model, tokenizer
 
 
-def recompute_activations(model):
-    """Switch gradient checkpointing on. BadInput if the model has no layers that can be recomputed.
+def save_model(model, tokenizer, folder):
+    """Save in Hugging Face form, as it came but for the weights.
 
-    It wants training mode, but only the layers themselves get it: in training, the routers in them would add noise, and
-    the model around them (GPT-2) would leave out the cache.
+    Adapters are merged in float32 without touching the live weights, and saved in adapters/ too.
     """
-    layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
-    if not layers or not model.supports_gradient_checkpointing:
-        raise BadInput(f"{type(model).__name__} cannot recompute activations: use --no_gradient_checkpointing")
-    model.activation_checkpointing_enable()
-    for layer in layers:
-        layer.training = True  # not layer.train(), which would switch all that is in it
+    now = (model.config, tokenizer.pad_token)
+    model.config, tokenizer.pad_token = model.as_loaded
+    state = model.state_dict()
+    for key in [key for key in state if key.endswith(".base_layer.weight")]:
+        layer = model.get_submodule(key.removesuffix(".base_layer.weight"))
+        state[key] = state[key].float() + layer.get_delta_weight("default").float()
+    merged = {key.replace(".base_layer", ""): x for key, x in state.items() if "lora_" not in key}
+    model.save_pretrained(folder, state_dict=merged)
+    tokenizer.save_pretrained(folder)
+    model.config, tokenizer.pad_token = now
+    if hasattr(model, "peft_config"):
+        model.peft_config["default"].save_pretrained(folder / "adapters")
+        weights = peft.get_peft_model_state_dict(model)
+        weights = {PEFT_PREFIX + key: weight.contiguous() for key, weight in weights.items()}
+        save_file(weights, folder / "adapters/adapter_model.safetensors")
 
 
-def stop_token_ids(model, tokenizer):
-    """The ids that end a response: the tokenizer's eos, the generation config's, the chat template's end of turn."""
+def load_policy(name, args):
+    """The model to train, or with --steps 0 to evaluate, and its tokenizer."""
+    training = args.steps > 0
+    model, tokenizer = load_model(name, args.device, training, args.lora_rank, args.seed)
+    if training and args.gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            name = type(model).__name__
+            raise BadInput(f"{name} cannot recompute activations: use --no_gradient_checkpointing")
+        model.activation_checkpointing_enable()
+    return model, tokenizer
+
+
+def load_reference(model, args):
+    """The model that the run started from, frozen, also after a resume; None with --steps 0.
+
+    With adapters it is a second tree of modules, without adapters, over the same base weights.
+    """
+    if args.steps == 0:
+        return None
+    if args.lora_rank == 0 or Path(args.model, "adapters").is_dir():
+        return load_model(args.model, args.device, trainable=False)[0]
+    reference = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+    layers = [(key, x) for key, x in reference.named_modules() if isinstance(x, LoraLayer)]
+    for key, layer in layers:
+        reference.set_submodule(key, layer.base_layer)
+    return reference
+
+
+def stop_token_ids(model, tokenizer, args):
+    """Ids that end a response: the tokenizer's eos, the generation config's, the end of a turn."""
     ids = {tokenizer.eos_token_id}
     configured = model.generation_config.eos_token_id  # an int, a list or None
     ids.update(configured if isinstance(configured, list) else [configured])
     if tokenizer.chat_template:
-        # A turn may end with a token that is not the eos (Llama, Qwen): see what the template writes after an answer.
+        # A turn may end with another token than eos (Llama, Qwen): see what follows an answer.
         turn = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
-        after = tokenizer.apply_chat_template(turn, tokenize=False).rpartition("ANSWER")[2]
+        after = render(tokenizer, turn, args).rpartition("ANSWER")[2]
         for token in tokenizer(after, add_special_tokens=False).input_ids[:1]:
-            if token in tokenizer.added_tokens_decoder and tokenizer.added_tokens_decoder[token].special:
-                ids.add(token)
+            if token in tokenizer.added_tokens_decoder:
+                ids.add(token if tokenizer.added_tokens_decoder[token].special else None)
     return sorted(ids - {None})
 
 
-def encode_prompt(tokenizer, text):
-    """Token ids of a prompt: the chat template's, or those of a plain question for a base model without one.
+def render(tokenizer, chat, args, **options):
+    """A chat as text, by the tokenizer's template and the variables of --chat_template_kwargs."""
+    options = {"strftime_now": PROMPT_DATE.strftime, **options}
+    options |= json.loads(args.chat_template_kwargs)
+    try:
+        return tokenizer.apply_chat_template(chat, tokenize=False, **options)
+    except Exception as error:  # raised by the template or its syntax
+        raise BadInput(f"the tokenizer's chat template fails: {first_line(error)}") from error
 
-    The template writes its own BOS if it wants one, the tokenizer adds it otherwise: exactly one either way.
+
+def as_chat(question):
+    """A question, which is a text or already a list of chat messages, as such a list."""
+    return [{"role": "user", "content": question}] if isinstance(question, str) else question
+
+
+def encode_prompts(tokenizer, questions, args):
+    """Token ids of prompts: the chat template's, or "Question: ... Answer:" for a base model.
+
+    --instruction is appended to the question. The template writes its own BOS if it wants one,
+    otherwise the tokenizer adds it: never both.
     """
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": text}]
-        try:
-            return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-        except Exception as error:  # the template's own, or of its syntax
-            raise BadInput(f"the tokenizer's chat template refuses a question: {first_line(error)}") from error
-    return tokenizer(f"Question: {text}\nAnswer:").input_ids
+    texts = []
+    for question in questions:
+        *before, last = as_chat(question)
+        last = last | {"content": f"{last['content']}\n{args.instruction}".strip()}
+        if tokenizer.chat_template:
+            texts.append(render(tokenizer, [*before, last], args, add_generation_prompt=True))
+        else:
+            text = "\n".join(turn["content"] for turn in [*before, last])
+            texts.append(f"Question: {text}\nAnswer:")
+    if tokenizer.chat_template or not texts:
+        return tokenizer(texts, add_special_tokens=False).input_ids if texts else []
+    prompts = tokenizer(texts).input_ids
+    for ids in prompts:  # a tokenizer may append eos, after which there is nothing to answer
+        while ids[-1] in tokenizer.all_special_ids:
+            ids.pop()
+    return prompts
+
+
+def pad_left(problems, pad, device):
+    """The prompts of P problems, padded on the left, and their attention mask: (P, S) each."""
+    prompts = [problem["prompt_ids"] for problem in problems]
+    S = max(map(len, prompts))
+    ids = [[pad] * (S - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (S - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 @torch.no_grad()
 def check_model(model, problems, args):
-    """BadInput if a prompt and its response are longer than the model's context, or if rollout would misuse its cache.
-
-    Models with a cache of another kind (RWKV, Mamba) read left padding as text, or forget all but the last token: a few
-    tokens are read at once, and again with padding and cache as in rollout, and the logits compared.
-    """
+    """Raise BadInput at the start for what would fail, or be wrong, in the middle of a run."""
+    name = type(model).__name__
     config = model.config.get_text_config()
-    context, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond this, a row's log-probs depend on the longest row of its batch
+    context = getattr(config, "max_position_embeddings", None) or math.inf
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # beyond it, log-probs depend on the rows beside
         context = rope["original_max_position_embeddings"]
     longest = max((len(problem["prompt_ids"]) for problem in problems), default=0)
-    if context and longest + args.max_new_tokens > context:
-        raise BadInput(f"--max_new_tokens {args.max_new_tokens} after a prompt of {longest} tokens is more than the "
-                       f"model's context of {context}: lower it, or --max_prompt_tokens")  # fmt: skip
-    ids = torch.arange(1, 13, device=model.device).view(2, 6)
-    mask = torch.ones_like(ids)
-    mask[0, :2] = 0
-    positions, cache = (mask.cumsum(1) - 1).clamp(min=0), DynamicCache(config=model.config)
+    if longest + args.max_new_tokens > context:
+        both = f"--max_new_tokens {args.max_new_tokens} after a prompt of {longest} tokens"
+        raise BadInput(f"{both} exceeds the model's context of {context}: lower it")
+    known = model.get_input_embeddings().num_embeddings
+    largest = max((max(problem["prompt_ids"]) for problem in problems), default=0)
+    if largest >= known:
+        raise BadInput(f"a prompt contains token id {largest}, but {args.model} knows only {known}")
+    ids = torch.arange(1, 9, device=model.device)[None]
     try:
-        whole = model(ids[:1, 2:], use_cache=False).logits[0, -1].float()  # (V,)
-        for end, part in (5, slice(5)), (6, slice(5, 6)):
-            last = model(ids[:, part], attention_mask=mask[:, :end], position_ids=positions[:, part], cache=cache,
-                         use_cache=True).logits[0, -1].float()  # fmt: skip
-        error = (last - whole).norm() / (whole - whole.mean()).norm()
-    except Exception as failure:
-        raise BadInput(f"{type(model).__name__} cannot be sampled from here: {failure!r:.200}") from failure
-    if error > 0.2:  # right ones had up to 1e-4, wrong ones about 1; unnoticed: RecurrentGemma, Nemotron-H
-        raise BadInput(f"{type(model).__name__} cannot be sampled from here: its cache does not keep what it has read")
+        theirs = model(ids, use_cache=False).logits[0].float()  # (8, V)
+        ours = head_logits(model, last_hidden_states(model, ids, torch.ones_like(ids))[0])
+    except Exception as error:
+        raise BadInput(f"{name} cannot be used here: {first_line(error)}") from error
+    if not ours.isfinite().all():
+        raise BadInput(f"the logits of {args.model} are not finite: its weights are damaged")
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.03  # bf16 models scale and cap in bf16
+    if ours.shape != theirs.shape or (ours - theirs).abs().max() > tolerance * theirs.std():
+        raise BadInput(f"{name} computes its logits in a way that common.py does not know")
 
 
-def float32_masters(model):
-    """Float32 copies of a model's weights, for the optimizer: in bf16, an update of 1e-6 on a weight of 1 rounds away.
+def check_sampling(batch):
+    """Raise BadInput where sampling and training disagree on the log-probs of the responses.
 
-    Gradients are handed to the copies as soon as they are complete, summed there in float32 over micro-batches, and
-    freed on the model's side. The copies of float32 weights share their storage and cost nothing.
+    Healthy models differ by 1e-6 in float32 and 0.02 to 0.04 in bf16. A cache that forgets, or
+    padding that is read as text, gives about 1.
     """
-    masters = []
-    for weight in model.parameters():
-        master = weight.detach().float()
-
-        def hand_over(weight, master=master):
-            grad = weight.grad.float()
-            master.grad = grad if master.grad is None else master.grad.add_(grad)
-            weight.grad = None
-
-        weight.register_post_accumulate_grad_hook(hand_over)
-        masters.append(master)
-    return masters
+    difference = (batch.sampled_logps - batch.old_logps).abs().where(batch.mask, 0.0)  # (B, T)
+    worst = (difference.sum(1) / batch.mask.sum(1)).max().item()
+    mean = (difference.sum() / batch.mask.sum()).item()
+    limit = 0.01 if DTYPES[batch.mask.device.type] == torch.float32 else 0.2
+    if worst > 0.5 or mean > limit:
+        both = f"{mean:.2g} on average and {worst:.2g} in the worst response"
+        raise BadInput(
+            f"sampling and training differ in log-probs by {both}: this model's cache or padding "
+            "does not work with rollout")
 
 
-@torch.no_grad()
-def copy_masters(masters, model):
-    """Round the float32 masters into the model's weights, after an optimizer step."""
-    for master, weight in zip(masters, model.parameters()):
-        weight.copy_(master)
+def check_rewards(rewards):
+    """Raise BadInput for what compute_reward returned and is not a finite number."""
+    for reward in rewards:
+        if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+            raise BadInput(f"compute_reward returned {reward!r}, which is not a finite number")
 
 
-# --- runs and checkpoints ---
-# A resume with another one of these would not be the same run; other flags may change, and are named.
-FIXED = ("script", "model", "dataset", "dataset_config", "instruction", "seed", "prompts_per_step", "group_size",
-         "max_prompt_tokens")  # fmt: skip
+def check_shapes(advantages, weights, mask):
+    """Raise BadInput for a result of the algorithm that is not (B, T), as the mask."""
+    for name, x in ("compute_advantages", advantages), ("compute_weights", weights):
+        if x.shape != mask.shape:
+            shapes = f"{tuple(x.shape)}; the mask has {tuple(mask.shape)}"
+            raise BadInput(f"{name} returned a tensor of shape {shapes}")
 
 
-def open_run(folder, script, args):
-    """Check the numbers among the flags, and claim an output folder, or with --resume find where its run goes on.
-
-    Returns (log, checkpoint, step, state): metrics.jsonl open for appending, without the lines past the checkpoint;
-    the newest whole checkpoint's folder, its step and its state, or None, 0 and None for a run from the start. The
-    folder gets config.json and a copy of the script. BadInput if it holds another run.
-    """
-    least = {"steps": 0, "warmup_steps": 0, "seed": 0, "group_size": args.min_group_size, "temperature": 0.01}
-    least |= dict.fromkeys(("learning_rate", "weight_decay", "clip_low", "clip_high", "beta"), 0.0)
-    least |= {"max_grad_norm": 1e-9, "alpha": 0.0}  # a norm of inf switches clipping off
-    for flag, value in vars(args).items():
-        minimum = least.get(flag, 1 if type(value) is int else -float("inf"))
-        if type(value) in (int, float) and not value >= minimum:  # NaN is refused as well
-            raise BadInput(f"--{flag} must be at least {minimum}, not {value}")
-    if getattr(args, "alpha", 0) > 1:
-        raise BadInput(f"--alpha must be at most 1, not {args.alpha}")
-    metrics, config = folder / "metrics.jsonl", {"script": Path(script).stem, **asdict(args)}
-    if (metrics.exists() and metrics.stat().st_size or checkpoints(folder)) and not args.resume:
-        raise BadInput(f"{folder} holds a run: add --resume to go on with it, or choose another --output_dir")
-    if args.resume and not (folder / "config.json").exists():
-        raise BadInput(f"--resume: there is no run in {folder}")
-    checkpoint, step, state = None, 0, None
-    if args.resume:
-        try:
-            old = dict(json.loads((folder / "config.json").read_text()))
-        except (TypeError, ValueError) as error:
-            raise BadInput(f"--resume: cannot read {folder / 'config.json'}: {first_line(error)}") from error
-        changed = {key: f"{old.get(key)} -> {new}" for key, new in config.items() if old.get(key) != new}
-        if not changed.keys().isdisjoint(FIXED):
-            raise BadInput(f"--resume: the run in {folder} is another one ({changed}); choose another --output_dir")
-        for key in changed.keys() - {"resume", "output_dir", "device"} if args.steps else ():
-            print(f"resuming with another --{key}: {changed[key]}")
-        kept = folder / Path(script).name
-        if kept.exists() and kept.read_text() != Path(script).read_text():
-            print(f"resuming with an edited {kept.name}: the run's copy of it is replaced")
-        checkpoint, step, state = load_checkpoint(folder)
-        if 0 < args.steps < step:
-            raise BadInput(f"{folder} is at step {step} already: --steps must be more, or 0 to evaluate")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        kept = []
-        for line in metrics.read_text().splitlines() if checkpoint else []:
-            if not line.endswith("}") or json.loads(line)["step"] > step:
-                break  # from here on the steps are taken again; a kill can leave half a line
-            kept.append(line + "\n")
-        metrics.with_suffix(".tmp").write_text("".join(kept))
-        metrics.with_suffix(".tmp").replace(metrics)
-        if args.steps or not args.resume:  # an evaluation in between changes no setting of the run
-            (folder / "config.tmp").write_text(json.dumps(config, indent=2))
-            (folder / "config.tmp").replace(folder / "config.json")
-        shutil.copy(script, folder)
-        return open(metrics, "a", buffering=1), checkpoint, step, state
-    except OSError as error:
-        raise BadInput(f"cannot write to --output_dir {folder}: {error}") from error
+# --- the optimizer: float32 weights, and the processes of torchrun ---
+def world():
+    """This process' number and how many there are: (0, 1) unless torchrun started several."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def save_checkpoint(run, step, model, tokenizer, masters, optimizer):
-    """Write run/checkpoint-<step>: a Hugging Face folder, the float32 masters and the optimizer's state.
-
-    It is written aside and renamed when whole: a kill at any moment leaves the earlier ones as they were. The last two
-    are kept. BadInput if it cannot be written, on a full disk for one.
-    """
-    folder, aside = Path(run) / f"checkpoint-{step}", Path(run) / "checkpoint.tmp"
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
-        torch.save({"masters": masters, "optimizer": optimizer.state_dict()}, aside / "optimizer.pt")
-        sizes = {file.name: file.stat().st_size for file in aside.iterdir() if file.is_file()}
-        (aside / "whole.json").write_text(json.dumps({"step": step, "sizes": sizes}))
-    except Exception as error:  # OSError, and what safetensors and torch.save make of a full disk
-        shutil.rmtree(aside, ignore_errors=True)
-        message = f"cannot save {folder}: {first_line(error)}; earlier checkpoints are whole: make room, then --resume"
-        raise BadInput(message) from error
-    shutil.rmtree(folder, ignore_errors=True)  # a broken one of the same step, passed over at a resume
-    aside.rename(folder)
-    for old in [old for old in checkpoints(run) if step_of(old) <= step][:-2]:
-        shutil.rmtree(old)
-
-
-def step_of(path):
-    """The step of a checkpoint's folder; None for any other name, such as checkpoint-best, which is the user's own."""
-    digits = path.name.removeprefix("checkpoint-")
-    return int(digits) if digits.isdecimal() else None
-
-
-def checkpoints(run):
-    """The checkpoint folders of a run, oldest first."""
-    return sorted((path for path in Path(run).glob("checkpoint-*") if step_of(path) is not None), key=step_of)
-
-
-def load_checkpoint(run):
-    """The newest whole checkpoint of a run: (folder, step, state), or (None, 0, None); says which it passes over."""
-    for folder in reversed(checkpoints(run)):
-        try:
-            whole = json.loads((folder / "whole.json").read_text())
-            if all((folder / name).stat().st_size == size for name, size in whole["sizes"].items()):
-                for file in folder.glob("*.safetensors"):
-                    with safe_open(file, "pt"):  # reads the header: a file of the right size may hold zeros
-                        pass
-                state = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
-                print(f"going on from {folder}")
-                return folder, whole["step"], state
-        except Exception:  # a missing file, half a JSON text, a broken archive, code where weights should be, ...
-            pass
-        print(f"{folder} is not whole: passed over")
-    print(f"{run} has no whole checkpoint: starting from step 0")
-    return None, 0, None
-
-
-@torch.no_grad()
-def restore(state, masters, optimizer):
-    """Put a checkpoint's state back, if there is one: the float32 masters and the optimizer's moments."""
-    if state is None:
+def start_process(device):
+    """Join the processes that torchrun started; nothing to do for a single one."""
+    if "LOCAL_RANK" not in os.environ:
         return
-    for master, saved in zip(masters, state["masters"]):
-        master.copy_(saved)
-    optimizer.load_state_dict(state["optimizer"])
+    backend = "gloo"
+    if find_device(device).type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # or all processes take the first GPU
+        backend = "cpu:gloo,cuda:nccl"
+    # Others wait while one decodes, verifies, downloads or saves, which may take long.
+    dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
+
+
+@contextlib.contextmanager
+def local_rank_0_first():
+    """One process per machine downloads; the others then find the files."""
+    waits = dist.is_initialized() and os.environ.get("LOCAL_RANK", "0") != "0"
+    if waits:
+        dist.barrier()
+    yield
+    if dist.is_initialized() and not waits:
+        dist.barrier()
+
+
+class Float32AdamW:
+    """AdamW on float32 copies of the trainable weights, sharded if there are several processes.
+
+    In bf16, 1 + 1e-6 rounds to 1. The copies of float32 weights share their storage.
+    """
+
+    def __init__(self, model, args):
+        self.max_grad_norm = args.max_grad_norm
+        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        if not self.weights:  # with --steps 0
+            return
+        self.mesh = None
+        if dist.is_initialized():
+            self.mesh = init_device_mesh(self.weights[0].device.type, (dist.get_world_size(),))
+        self.masters = [self.shard(weight.detach().float()) for weight in self.weights]
+        self.grads = [None] * len(self.weights)  # whole, float32, summed over micro-batches
+        for i, weight in enumerate(self.weights):
+            weight.register_post_accumulate_grad_hook(functools.partial(self.collect, i))
+        self.adamw = torch.optim.AdamW(self.masters, args.learning_rate, weight_decay=0, fused=True)
+        self.copy_to_weights()  # rank 0's, so that all processes start alike
+
+    def shard(self, tensor):
+        """This process' part of a tensor as a DTensor; for a single process the tensor itself."""
+        if self.mesh is None:
+            return tensor
+        return distribute_tensor(tensor, self.mesh, [Shard(0) if tensor.ndim else Replicate()])
+
+    def collect(self, i, weight):
+        """Take a micro-batch's gradient as soon as it is complete, and free the model's."""
+        if self.grads[i] is None:
+            self.grads[i] = weight.grad.float()
+        else:
+            self.grads[i].add_(weight.grad)  # bf16 into float32, without a float32 copy of it
+        weight.grad = None
+
+    @torch.no_grad()
+    def step(self, learning_rate, skip=False):
+        """One update by the gradients so far; returns their norm, averaged over the processes.
+
+        Nothing moves where the norm is not finite, or where all processes ask to skip: then the
+        norm is 0. No collective runs before this, so processes may have unequal micro-batches.
+        """
+        grads = self.grads
+        self.grads = [None] * len(grads)
+        if self.mesh is not None:  # decided together: the others would wait for one that skips
+            all_skip = torch.tensor(float(skip), device=self.weights[0].device)
+            dist.all_reduce(all_skip, dist.ReduceOp.MIN)
+            skip = all_skip.item() == 1
+        if skip:
+            return 0.0
+        for master, weight, grad in zip(self.masters, self.weights, grads):
+            if grad is None:  # the weight took no part
+                grad = torch.zeros_like(weight, dtype=torch.float32)
+            if self.mesh is not None:  # a reduce-scatter: the mean, of which each keeps its shard
+                grad = DTensor.from_local(grad, self.mesh, [Partial("avg")], run_check=False)
+                grad = grad.redistribute(placements=master.placements)
+            master.grad = grad
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
+        norm = whole(norm).item()
+        if math.isfinite(norm):
+            self.adamw.param_groups[0]["lr"] = learning_rate
+            self.adamw.step()
+            self.copy_to_weights()
+        self.adamw.zero_grad()
+        return norm
+
+    @torch.no_grad()
+    def copy_to_weights(self):
+        """Round the float32 weights into the model's."""
+        for weight, master in zip(self.weights, self.masters):
+            weight.copy_(whole(master.to(weight.dtype)))  # rounded first: half the traffic
+
+    def state_dict(self):
+        """The float32 weights and Adam's moments, gathered one tensor at a time to rank 0's CPU."""
+        adamw = self.adamw.state_dict()
+        for i, state in adamw["state"].items():
+            adamw["state"][i] = {name: to_rank_0(value) for name, value in state.items()}
+        return {"masters": [to_rank_0(master) for master in self.masters], "adamw": adamw}
+
+    @torch.no_grad()
+    def load_state_dict(self, state):
+        """Take over a saved state, also one of another number of processes."""
+        for master, saved in zip(self.masters, state["masters"], strict=True):
+            master.copy_(self.shard(saved.to(master.device)))
+        for moments in state["adamw"]["state"].values():
+            for name in ("exp_avg", "exp_avg_sq"):  # copied: the file they are mapped from may go
+                moments[name] = self.shard(moments[name].to(self.weights[0].device, copy=True))
+        self.adamw.load_state_dict(state["adamw"])
+        self.copy_to_weights()
+
+
+def whole(tensor):
+    """A tensor that may be sharded, in full on every process. All processes must come here."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def to_rank_0(tensor):
+    """A sharded tensor in full on rank 0's CPU, None elsewhere. All processes must come here."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    tensor = whole(tensor)
+    return tensor.cpu() if dist.get_rank() == 0 else None
+
+
+# --- log-probs and entropies ---
+# Tokens whose logits exist at once. On CPU at V = 32k, 64 and 256 are slower by 13 and 18 %. Not
+# measured on a GPU: at V = 152k a chunk's logits are 622 MB, and two or three of them exist.
+CHUNK_TOKENS = {"cpu": 128, "cuda": 1024}
+CHUNK_LOGITS = 2**22  # with a small vocabulary, as many tokens as make this many logits
+
+
+def last_hidden_states(model, ids, attention_mask, cache=None):
+    """The decoder's output (b, s, H) for ids (b, s); the mask also covers what the cache holds."""
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)  # left padding shifts no position
+    return model.get_decoder()(
+        input_ids=ids, attention_mask=attention_mask, position_ids=positions[:, -ids.shape[1] :],
+        past_key_values=cache, use_cache=cache is not None).last_hidden_state
+
+
+def next_token_logits(model, ids, attention_mask, cache):
+    """Logits (b, V) for the token after ids (b, s)."""
+    return head_logits(model, last_hidden_states(model, ids, attention_mask, cache)[:, -1])
+
+
+def head_logits(model, hidden):
+    """Logits (n, V) for hidden states (n, H), in float32."""
+    head = model.get_output_embeddings()
+    return project(hidden, head.weight, head.bias, *scale_and_cap(model))
+
+
+def scale_and_cap(model):
+    """What the model's family makes of the head's output x: cap tanh(scale x / cap)."""
+    config = model.config.get_text_config()
+    scale = 1 / (getattr(config, "logits_scaling", None) or 1)
+    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
+        scale *= getattr(config, name, None) or 1
+    return scale, getattr(config, "final_logit_softcapping", None)
+
+
+def project(hidden, weight, bias, scale, cap):
+    """z = cap tanh(scale x / cap), x = hidden @ weight.T + bias: (n, V) in float32.
+
+    The factors keep the model's precision; the sums are float32.
+    """
+    if hidden.dtype == torch.float32:
+        z = F.linear(hidden, weight, bias)
+    elif hidden.is_cuda:
+        z = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+        z = z if bias is None else z.add_(bias)
+    else:  # the CPU has no such product
+        z = F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+    if scale != 1:
+        z *= scale
+    return z if cap is None else z.div_(cap).tanh_().mul_(cap)
+
+
+class ChunkedLogps(torch.autograd.Function):
+    """log p(target) and the entropy of p = softmax(z), with z from project.
+
+    No (N, V) tensor exists: backward computes each chunk's z again. With g = dL/dlogp:
+        logp = z[target] - log sum_v exp(z_v)            so  dL/dz_v = g (1[v = target] - p_v)
+        dz/dx = scale, with a cap scale (1 - (z/cap)^2)   so  dL/dx = dL/dz dz/dx
+        dL/dhidden = dL/dx @ weight, dL/dweight = sum over chunks of (dL/dx).T @ hidden
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, scale, cap):
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.scale = scale
+        ctx.cap = cap
+        size = max(CHUNK_TOKENS[hidden.device.type], CHUNK_LOGITS // len(weight))
+        ctx.chunks = [slice(i, i + size) for i in range(0, len(hidden), size)]
+        logps = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)  # (N,)
+        entropies = torch.empty_like(logps)
+        for c in ctx.chunks:
+            logq = project(hidden[c], weight, bias, scale, cap).log_softmax(-1)  # (n, V)
+            logps[c] = logq.gather(-1, targets[c, None]).squeeze(-1)
+            entropies[c] = logq.exp().mul_(logq).sum(-1).neg()
+            del logq  # before the next chunk's
+        ctx.mark_non_differentiable(entropies)
+        return logps, entropies
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g, _):
+        hidden, weight, bias, targets = ctx.saved_tensors
+        # Summed in float32, as bf16 would round once per chunk: for the head one (V, H) buffer,
+        # 1.2 GB at V = 152k and H = 2,048. A frozen head costs nothing.
+        d_hidden, d_weight, d_bias = (
+            torch.zeros_like(x, dtype=torch.float32) if needed else None
+            for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad)
+        )
+        g = g[:, None] * ctx.scale  # (N, 1)
+        for c in ctx.chunks:
+            z = project(hidden[c], weight, bias, ctx.scale, ctx.cap)  # (n, V)
+            slope = None if ctx.cap is None else 1 - (z / ctx.cap) ** 2
+            # In z's memory, which works because softmax reads an element before it writes it.
+            dx = torch.softmax(z, -1, out=z).mul_(-g[c]).scatter_add_(-1, targets[c, None], g[c])
+            if slope is not None:
+                dx *= slope
+            dx = dx.to(weight.dtype)
+            if d_hidden is not None:
+                d_hidden[c] = dx @ weight
+            if d_weight is not None and weight.dtype == torch.float32:
+                d_weight.addmm_(dx.T, hidden[c])  # adds in place
+            elif d_weight is not None:
+                d_weight += dx.T @ hidden[c]  # addmm_ does not mix precisions
+            if d_bias is not None:
+                d_bias += dx.sum(0)
+            del z, dx
+        grads = [d if d is None else d.to(weight.dtype) for d in (d_hidden, d_weight, d_bias)]
+        return *grads, None, None, None
+
+
+def token_logps_and_entropies(model, input_ids, attention_mask, completion_len, temperature=1.0):
+    """Log-probs of the last completion_len tokens under softmax(logits / temperature), and that
+    distribution's entropies over the whole vocabulary, without gradient: (B, T) float32 each.
+
+    The (B, T, V) logits never exist: the head works on a chunk of tokens at a time.
+    """
+    targets = input_ids[:, -completion_len:]  # (B, T)
+    # Position t predicts token t + 1: the last token is not needed.
+    hidden = last_hidden_states(model, input_ids[:, :-1], attention_mask[:, :-1])
+    hidden = hidden[:, -completion_len:].flatten(0, 1)  # (B T, H)
+    head = model.get_output_embeddings()
+    scale, cap = scale_and_cap(model)
+    cap = None if cap is None else cap / temperature  # z / temperature has the cap / temperature
+    both = ChunkedLogps.apply(
+        hidden, head.weight, head.bias, targets.flatten(), scale / temperature, cap)
+    return tuple(x.view(targets.shape) for x in both)
 
 
 # --- the verifier ---
@@ -580,127 +801,495 @@ def verify(completion: str, answer: str) -> float:
         return 0.0
 
 
-# --- log-probs and entropies ---
-# Tokens whose logits exist at once. CPU: measured at V = 32k, 64 takes 13 % longer and 256 takes 18 % (from 32 MiB on,
-# malloc asks the system for fresh pages). GPU (not measured): larger, as every chunk reads and writes the head and its
-# gradient; at V = 152k a chunk is 622 MB, two or three exist at once.
-CHUNK_TOKENS = {"cpu": 128, "cuda": 1024}
-CHUNK_LOGITS = 2**22  # with a small vocabulary as many tokens as make so many logits: 128 x 32k
+# --- data and runs ---
+BENCHMARKS = {  # short names, for evaluation only: hub name[:configuration] and split
+    "gsm8k": ("openai/gsm8k:main", "test"),
+    "math500": ("HuggingFaceH4/MATH-500", "test"),
+    "amc23": ("math-ai/amc23", "test"),
+    "minerva": ("math-ai/minervamath", "test"),
+    "aime24": ("HuggingFaceH4/aime_2024", "train"),
+    "aime25": ("math-ai/aime25", "test"),
+}
+# With another one of these, a resume would not be the same run; other flags may change.
+FIXED = """script model dataset instruction chat_template_kwargs date seed lora_rank prompts_per_step
+    group_size max_prompt_tokens""".split()
+EVALUATION = ("eval_dataset", "eval_temperature", "eval_problems", "eval_samples")
 
 
-class ChunkedLogps(torch.autograd.Function):
-    """log p(target), entropy of p = softmax(z): z = scale x or cap tanh(scale x / cap), x = hidden @ weight.T + bias.
+def say(text):
+    """Print a line above the progress bar, once for all processes."""
+    if world()[0] == 0:
+        tqdm.write(text)
 
-    No (N, V) tensor ever exists, backward makes each chunk's z and p a second time. With g = dL/dlogp:
-        logp = z[target] - log sum_v exp(z_v)                      so  dL/dz_v = g (1[v = target] - p_v)
-        dz/dx = scale, under a cap scale (1 - (z / cap)^2)         so  dL/dx = dL/dz dz/dx
-        dL/dhidden = dL/dx @ weight, dL/dweight = sum over chunks of (dL/dx).T @ hidden, dL/dbias = sum of dL/dx
+
+def locate(name):
+    """A name as it is, or the path of what lies beside this file under that name."""
+    return str(ROOT / name) if not Path(name).exists() and (ROOT / name).exists() else name
+
+
+def portable(name):
+    """The opposite, for what is saved: a path beside this file becomes relative to it."""
+    if name is None or not Path(name).exists():
+        return name
+    path = Path(name).resolve()
+    return str(path.relative_to(ROOT)) if ROOT in path.parents else os.path.normpath(name)
+
+
+def load_rows(source, split):
+    """The rows of a split as dicts with all their columns, "question" and "answer" filled in.
+
+    The question is the column question, problem or prompt: a text, or a list of chat messages. The
+    answer is answer or solution, else None. An empty list where a test split does not exist.
+    Raises BadInput, naming the file and line, for what cannot be read.
+    """
+    if split == "test":
+        source, split = BENCHMARKS.get(source, (source, split))
+    path = Path(locate(source))
+    if path.is_dir():
+        path = path / f"{split}.jsonl"
+        if split == "test" and not path.exists() and path.with_name("train.jsonl").exists():
+            return []
+    place = path
+    rows = []
+    try:
+        if path.suffix.lower() == ".jsonl":
+            lines = path.read_text(encoding="utf-8-sig").split("\n")  # with or without a BOM
+            for number, line in enumerate(lines, 1):
+                place = f"{path}, line {number}"
+                if line.strip():
+                    rows.append(dict(json.loads(line)))
+        elif path.exists():
+            raise BadInput("a dataset is a .jsonl file, a folder with train.jsonl, or a hub name")
+        else:
+            name, _, config = source.partition(":")
+            config = config or ("main" if name == "openai/gsm8k" else None)
+            with local_rank_0_first():
+                rows = list(load_dataset(name, config, split=split))
+    except Exception as error:  # each library raises its own errors
+        if split == "test" and "Unknown split" in str(error):
+            return []
+        raise BadInput(f"cannot read the dataset {place}: {first_line(error)}") from error
+    columns = list(rows[0]) if rows else []
+    column = next((name for name in ("question", "problem", "prompt") if name in columns), None)
+    if column is None:
+        raise BadInput(f"{path} has {len(rows)} rows of {columns}; needed: question|problem|prompt")
+    for number, row in enumerate(rows, 1):
+        row["question"] = row.get(column)
+        row.setdefault("answer", row.get("solution"))
+        try:
+            as_chat(row["question"])[-1]["content"].strip()[0].encode()
+        except (AttributeError, IndexError, KeyError, TypeError, UnicodeError) as error:
+            text = f"the {column} {str(row['question'])[:60]!r} is not text"
+            raise BadInput(f"{path}, {split} row {number}: {text}") from error
+    return rows
+
+
+def readable_golds(rows, source):
+    """The rows with an answer that verify can read. BadInput where a tenth of them have none."""
+    readable = []
+    reasons = []
+    for number, row in enumerate(rows, 1):
+        try:
+            readable.append(row | {"answer": gold_answer(row["answer"])})
+        except BadInput as error:
+            reasons.append(f"row {number}: {error}")
+    if reasons:
+        found = f"{source}: {len(reasons)} of {len(rows)} rows lack a readable answer ({reasons[0]})"
+        if len(reasons) * 10 >= len(rows):
+            raise BadInput(f"{found}; needed: answer|solution, columns: {list(rows[0])}")
+        say(f"{found}: dropped")
+    return readable
+
+
+def load_splits(tokenizer, args):
+    """Training rows (none with --steps 0) and held-out rows, each with its "prompt_ids"."""
+    source = args.eval_dataset or args.dataset
+    train = load_rows(args.dataset, "train") if args.steps > 0 else []
+    held_out = []
+    if args.eval_dataset or not args.dataset.lower().endswith(".jsonl"):
+        held_out = load_rows(source, "test")
+    if not held_out:
+        if args.eval_dataset or args.steps == 0:
+            raise BadInput(f"{source} has no held-out problems: name some by --eval_dataset")
+        say("no held-out problems, so no evaluation: name some by --eval_dataset")
+    train = add_prompts(train, tokenizer, args)
+    if 0 < args.steps and len(train) < args.prompts_per_step:
+        few = f"fewer than --prompts_per_step {args.prompts_per_step}"
+        raise BadInput(f"{args.dataset} has {len(train)} usable prompts, {few}")
+    return train, add_prompts(held_out, tokenizer, args)
+
+
+def add_prompts(rows, tokenizer, args):
+    """The rows whose prompt fits into --max_prompt_tokens, with its token ids as "prompt_ids"."""
+    prompts = encode_prompts(tokenizer, [row["question"] for row in rows], args)
+    limit = args.max_prompt_tokens
+    fitting = [r | {"prompt_ids": ids} for r, ids in zip(rows, prompts) if len(ids) <= limit]
+    if len(fitting) < len(rows):
+        count = f"{len(rows) - len(fitting)} of {len(rows)} prompts"
+        say(f"dropped {count}, longer than --max_prompt_tokens {limit}")
+    return fitting
+
+
+class Run:
+    """A run's folder: config.json, a copy of the script, metrics.jsonl, eval-*.jsonl, checkpoints.
+
+    Nothing in it changes before the first line is logged. With several processes each has a share
+    of the prompts, and rank 0 writes.
     """
 
-    @staticmethod
-    def logits(hidden, weight, bias, scale, cap):
-        z = F.linear(hidden, weight, bias).float()  # (C, V): the matmul in the weights' precision, all else in float32
-        if scale != 1:
-            z *= scale
-        return z if cap is None else z.div_(cap).tanh_().mul_(cap)
+    def __init__(self, args, script):
+        """Claim the folder, or with --resume find the checkpoint to continue from."""
+        self.args = args
+        self.script = Path(script)
+        self.folder = Path(args.output_dir or f"runs/{self.script.stem}")
+        self.rank, self.processes = world()
+        check_flags(args, self.processes)
+        self.config = {"script": self.script.stem, **vars(args), "date": str(PROMPT_DATE)}
+        for key in "model", "dataset", "eval_dataset":
+            self.config[key] = portable(self.config[key])
+        found = [self.claim() if self.rank == 0 else None]
+        if self.processes > 1:
+            dist.broadcast_object_list(found)
+        self.checkpoint, self.step, self.evaluation = found[0]
+        self.first_step = self.step + 1
+        self.file = None
+        self.lines = []  # of the evaluation file
+        self.seconds = {}
+        self.silent = 0  # steps in a row without any advantage
+        self.skipped = 0  # steps in a row without a finite gradient
 
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, cap):
-        ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.scale, ctx.cap, size = scale, cap, max(CHUNK_TOKENS[hidden.device.type], CHUNK_LOGITS // len(weight))
-        ctx.chunks = [slice(i, i + size) for i in range(0, len(hidden), size)]
-        logps = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)  # (N,)
-        entropies = torch.empty_like(logps)
-        for c in ctx.chunks:
-            logq = ChunkedLogps.logits(hidden[c], weight, bias, scale, cap).log_softmax(-1)  # (C, V)
-            logps[c] = logq.gather(-1, targets[c, None]).squeeze(-1)
-            entropies[c] = logq.exp().mul_(logq).sum(-1).neg()
-            del logq  # or it stays beside the next chunk's
-        ctx.mark_non_differentiable(entropies)
-        return logps, entropies
+    def claim(self):
+        """(checkpoint, step, name of the evaluation), or BadInput where the folder is not free."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.folder / ".lock", "w")
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
+        except BlockingIOError as error:
+            raise BadInput(f"{self.folder} is in use: choose another --output_dir") from error
+        except OSError as error:
+            raise BadInput(f"cannot write to --output_dir {self.folder}: {error}") from error
+        if not self.args.resume:
+            if checkpoints(self.folder) or (self.folder / "metrics.jsonl").exists():
+                how = "add --resume to continue it, or choose another --output_dir"
+                raise BadInput(f"{self.folder} already contains a run: {how}")
+            return None, 0, ""
+        try:
+            old = dict(json.loads((self.folder / "config.json").read_text()))
+        except FileNotFoundError as error:
+            raise BadInput(f"--resume: there is no run in {self.folder}") from error
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"--resume: cannot read {self.folder}/config.json: {error}") from error
+        changed = {
+            key: f"{old.get(key)} -> {new}" for key, new in self.config.items()
+            if old.get(key) != new and key not in ("resume", "output_dir", "device")
+        }
+        if not changed.keys().isdisjoint(FIXED):
+            other = f"the run in {self.folder} is another one ({changed})"
+            raise BadInput(f"--resume: {other}; choose another --output_dir")
+        if self.args.steps > 0:
+            for key, change in changed.items():
+                say(f"--{key} changed: {change}")
+            copy = self.folder / self.script.name
+            if copy.exists() and copy.read_text() != self.script.read_text():
+                say(f"{copy.name} was edited: the run's copy of it is replaced")
+        other = [Path(str(self.config[key])).stem for key in EVALUATION if key in changed]
+        self.config |= {key: old.get(key) for key in EVALUATION}  # the run keeps its own
+        checkpoint, step = find_checkpoint(self.folder, self.args.steps > 0)
+        if 0 < self.args.steps < step:
+            raise BadInput(f"{self.folder} is at step {step}: --steps must be more, or 0 to evaluate")
+        return checkpoint, step, "-".join(other)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g, _):
-        hidden, weight, bias, targets = ctx.saved_tensors
-        # Summed in float32, as bf16 would round once a chunk: one (V, H) buffer, 1.2 GB at V = 152k and H = 2,048.
-        d_hidden, d_weight, d_bias = (
-            torch.zeros_like(x, dtype=torch.float32) if needed else None  # a frozen head costs nothing
-            for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad)
-        )
-        g = g[:, None] * ctx.scale  # (N, 1)
-        for c in ctx.chunks:
-            z = ChunkedLogps.logits(hidden[c], weight, bias, ctx.scale, ctx.cap)  # (C, V)
-            slope = None if ctx.cap is None else 1 - (z / ctx.cap) ** 2
-            dx = torch.softmax(z, -1, out=z).mul_(-g[c]).scatter_add_(-1, targets[c, None], g[c])  # (C, V), z's memory
-            if ctx.cap is not None:
-                dx *= slope
-            dx = dx.to(weight.dtype)
-            if d_hidden is not None:
-                d_hidden[c] = dx @ weight
-            if d_weight is not None and weight.dtype == torch.float32:
-                d_weight.addmm_(dx.T, hidden[c])  # adds in place
-            elif d_weight is not None:
-                d_weight += dx.T @ hidden[c]  # through a (V, H) temporary in bf16: addmm_ does not mix precisions
-            if d_bias is not None:
-                d_bias += dx.sum(0)
-            del z, dx
-        return *(d if d is None else d.to(weight.dtype) for d in (d_hidden, d_weight, d_bias)), None, None, None
+    def restore(self, optimizer):
+        """The optimizer with the checkpoint's state, which --steps 0 does not read."""
+        if self.checkpoint and self.args.steps > 0:
+            optimizer.load_state_dict(load_state(self.checkpoint))
+        return optimizer
+
+    def begin(self):
+        """Drop the lines past the checkpoint, as these steps come again; write config and script."""
+        metrics = self.folder / "metrics.jsonl"
+        kept = []
+        for line in metrics.read_text().splitlines() if self.checkpoint else []:
+            if not line.endswith("}") or json.loads(line)["step"] >= self.first_step:
+                break  # a kill can leave half a line
+            kept.append(line + "\n")
+        replace_file(metrics, "".join(kept))
+        if self.args.steps > 0 or not self.args.resume:
+            replace_file(self.folder / "config.json", json.dumps(self.config, indent=2))
+            replace_file(self.folder / self.script.name, self.script.read_text())
+        self.file = open(metrics, "a", buffering=1)
+
+    def steps(self):
+        """The numbers of the steps to come, with a progress bar."""
+        numbers = range(self.first_step, self.args.steps + 1)
+        self.bar = tqdm(numbers, self.folder.name, initial=self.step, disable=self.rank > 0)
+        for self.step in self.bar:
+            self.clock = time.perf_counter()
+            yield self.step
+        say(f"{self.folder}: to continue, --resume --steps N; to evaluate, --resume --steps 0")
+
+    def places(self, step):
+        """The places of a step in the run, P numbers; with several processes, its share of them."""
+        P = self.args.prompts_per_step
+        return self.share(range((step - 1) * P, step * P))
+
+    def share(self, items):
+        return items[self.rank :: self.processes]
+
+    def gather(self, items):
+        """The opposite of share: the lists of all processes as one list, in the original order."""
+        parts = [items]
+        if self.processes > 1:
+            parts = [None] * self.processes
+            dist.all_gather_object(parts, items)
+        everything = [None] * sum(map(len, parts))
+        for i, part in enumerate(parts):
+            everything[i :: self.processes] = part
+        return everything
+
+    def total(self, value):
+        """The sum of a number over all processes."""
+        return sum(self.gather([value]))
+
+    def mean(self, values, count=1):
+        """The mean of a tensor over all processes, or of a number that is already a sum of count."""
+        if torch.is_tensor(values):
+            count = values.numel()
+            values = values.double().sum().item()
+        return self.total(values) / max(1, self.total(count))
+
+    def tick(self, name):
+        """Note the seconds since the last tick, to be logged as seconds_<name>."""
+        now = time.perf_counter()
+        self.seconds[f"seconds_{name}"] = now - self.clock
+        self.clock = now
+
+    def log(self, step, metrics, example=None):
+        """A line of metrics.jsonl, and what is printed. A training step has (problem, batch)."""
+        if not metrics:
+            return
+        if example is not None:
+            metrics = metrics | self.seconds
+        elif self.evaluation:  # not the run's own
+            metrics = {"eval_dataset": self.evaluation} | metrics
+        if self.rank == 0:
+            if self.file is None:
+                self.begin()
+            line = {key: x if is_finite(x) else None for key, x in metrics.items()}
+            self.file.write(json.dumps({"step": step} | line) + "\n")
+        if example is None:
+            shown = [f"{key} {x:.3f}" for key, x in metrics.items() if isinstance(x, float)]
+            say(f"step {step}: " + "  ".join(shown))
+            return
+        keys = ("reward", "completion_len", "entropy", "degenerate_frac")
+        self.bar.set_postfix({key: metrics[key] for key in keys})
+        problem, batch = example
+        if step in (self.first_step, self.args.steps) or step % self.args.eval_every == 0:
+            reward = f"reward {batch.rewards[0, 0]:.3g}"
+            say(f"step {step}, {reward}: {problem['question']} | {batch.texts[0]}")
+        if step == self.first_step:
+            check_sampling(batch)
+        self.watch(step, metrics)
+
+    def watch(self, step, metrics):
+        """Say what must not pass in silence, and end a run that is broken."""
+        self.silent = self.silent + 1 if metrics["grad_norm"] == 0 else 0
+        self.skipped = 0 if is_finite(metrics["grad_norm"]) else self.skipped + 1
+        if self.skipped > 0:
+            say(f"step {step}: the gradient is not finite, update skipped ({self.skipped} in a row)")
+        if self.skipped == 3 or not is_finite(metrics["sampling_logp_diff"]):
+            raise BadInput("the model has diverged: lower --learning_rate, then --resume")
+        if self.rank > 0:
+            return
+        if metrics["truncated_frac"] == 1:
+            warnings.warn("every response was cut off before its end: raise --max_new_tokens")
+        if self.silent == 20 or self.silent and step == self.args.steps:
+            hint = "try easier or harder problems, or a larger --group_size"
+            warnings.warn(f"{self.silent} steps without any advantage: {hint}")
+        if verify_timeouts():
+            warnings.warn("verification timed out: the answer counts as wrong")
+
+    def add_samples(self, problems, batch, rewards):
+        """Note responses for the evaluation file; more responses to the last problem join it."""
+        n = rewards.shape[1]
+        lengths = batch.mask.sum(1).tolist()
+        for i, problem in enumerate(problems):
+            if not self.lines or self.lines[-1][0] is not problem:
+                line = {"question": problem["question"], "answer": problem["answer"]}
+                self.lines.append((problem, line | {"samples": [], "rewards": [], "lengths": []}))
+            line = self.lines[-1][1]
+            line["samples"] += batch.texts[i * n : (i + 1) * n]
+            line["rewards"] += rewards[i].tolist()
+            line["lengths"] += lengths[i * n : (i + 1) * n]
+
+    def save_samples(self):
+        """Write eval-<step>.jsonl; returns the rewards, a list for each problem."""
+        lines = self.gather([line for _, line in self.lines])
+        self.lines = []
+        if self.rank == 0:
+            name = f"eval-{self.step}-{self.evaluation}".removesuffix("-")
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            replace_file(self.folder / f"{name}.jsonl", text)
+        return [line["rewards"] for line in lines]
+
+    def save(self, step, model, tokenizer, optimizer):
+        """Write checkpoint-<step>: a Hugging Face folder plus the optimizer's state.
+
+        It is written aside and renamed, so a crash never damages an earlier one. The last two are
+        kept. Raises BadInput, for example for a full disk.
+        """
+        state = optimizer.state_dict()  # on all processes: it gathers
+        if self.rank == 0:
+            folder = self.folder / f"checkpoint-{step}"
+            aside = self.folder / "checkpoint.tmp"
+            try:
+                remove(aside)
+                save_model(model, tokenizer, aside)
+                torch.save(state, aside / "optimizer.pt")
+                files = [file for file in aside.rglob("*") if file.is_file()]
+                sizes = {str(file.relative_to(aside)): file.stat().st_size for file in files}
+                (aside / "whole.json").write_text(json.dumps({"step": step, "sizes": sizes}))
+                remove(folder)  # an incomplete one of the same step
+                aside.rename(folder)
+            except Exception as error:  # OSError, and what safetensors and torch.save make of it
+                remove(aside)
+                rest = "earlier checkpoints are complete: make room, then --resume"
+                raise BadInput(f"cannot save {folder}: {first_line(error)}; {rest}") from error
+            for old in [old for old in checkpoints(self.folder) if step_of(old) <= step][:-2]:
+                remove(old)
+        if self.processes > 1:
+            dist.barrier()
 
 
-@torch.no_grad()
-def logit_map(model, ids):
-    """(scale, cap) that lead from the head's output to model(...).logits, None if these follow in any other way.
-
-    Families differ there (Granite and Cohere scale, Gemma caps), so the model is asked, not its name: in a forward of a
-    few tokens a hook puts known numbers in place of the head's output, and the logits show what becomes of them.
-    """
-    base, head, seen = model.get_decoder(), model.get_output_embeddings(), []
-    if type(head) is not torch.nn.Linear:  # also what an adapter or a quantizer puts in its place, at any time
-        return None
-    if not hasattr(model, "_logit_map"):  # remembered on the model: copied with it, and gone with it
-        x = torch.linspace(-100, 100, head.out_features, device=ids.device)  # (V,)
-        x[0], x[1] = 2.0**-10, 2.0**40  # so small that no cap shows, so large that nothing else does
-
-        def swap(module, args, output):
-            seen.append(args[0])
-            return x.expand(output.shape).clone()
-
-        hook = base.register_forward_hook(lambda module, args, output: seen.append(output[0]))
-        with hook, head.register_forward_hook(swap):  # removed at the end, whatever happens
-            y = model(ids, use_cache=False).logits.float()  # (1, tokens, V)
-        scale, cap = y[0, 0, 0].item() * 2**10, y[0, 0, 1].item()
-        cap = cap if cap < 2**20 else None
-        expected = scale * x if cap is None else cap * torch.tanh(scale * x / cap)
-        known = len(seen) == 2 and torch.equal(*seen) and y.shape[-1] == len(x)
-        known = known and torch.allclose(y, expected.expand_as(y), rtol=1e-5)
-        model._logit_map = (scale, cap) if known else None
-    return model._logit_map
+def is_finite(x):
+    return not isinstance(x, float) or math.isfinite(x)
 
 
-def token_logps_and_entropies(model, input_ids, attention_mask, completion_len, temperature=1.0):
-    """Log-probs of the last completion_len tokens, and full-vocabulary entropies, under softmax(logits / temperature).
+def replace_file(path, text):
+    """Write a file aside and rename it: a kill leaves the old one or the new one."""
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
 
-    Both (B, T) float32; the entropies carry no gradient. The (B, T, V) logits never exist: the head works on a chunk of
-    tokens at a time, and again in backward. That fourth product with the head is less time than all the memory took.
-    """
-    targets = input_ids[:, -completion_len:]  # (B, T)
-    input_ids, attention_mask = input_ids[:, :-1], attention_mask[:, :-1]  # each predicts the next: the last, none
-    positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)  # (B, S): left padding shifts no token
-    if known := logit_map(model, input_ids[:1, -4:]):
-        scale, cap = (x if x is None else x / temperature for x in known)  # a cap on logits / T is cap / T
-        hidden = model.get_decoder()(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
-        ).last_hidden_state[:, -completion_len:]  # (B, T, H)
-        head = model.get_output_embeddings()
-        both = ChunkedLogps.apply(hidden.flatten(0, 1), head.weight, head.bias, targets.flatten(), scale, cap)
-        return tuple(x.view(targets.shape) for x in both)
 
-    def one_row(ids, mask, positions, target):  # any other model: right but slower, one row's logits at a time
-        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits  # (1, S, V)
-        logq = (logits[:, -completion_len:].float() / temperature).log_softmax(-1)  # (1, T, V)
-        return logq.gather(-1, target[..., None]).squeeze(-1), torch.special.entr(logq.detach().exp()).sum(-1)
+def remove(folder):
+    """Delete a folder, or the link to one; a warning where that is not possible."""
+    try:
+        if folder.is_symlink():
+            folder.unlink()
+        elif folder.exists():
+            shutil.rmtree(folder)
+    except OSError as error:
+        warnings.warn(f"cannot remove {folder}: {error}")
 
-    rows = zip(*(x.split(1) for x in (input_ids, attention_mask, positions, targets)))
-    both = zip(*(checkpoint(one_row, *row, use_reentrant=False) for row in rows))
-    return tuple(torch.cat(x) for x in both)
+
+def step_of(path):
+    """The step of a checkpoint's folder; None for other names, such as checkpoint-best."""
+    digits = path.name.removeprefix("checkpoint-")
+    return int(digits) if digits.isdecimal() else None
+
+
+def checkpoints(run):
+    """The checkpoint folders of a run, oldest first."""
+    folders = [path for path in Path(run).glob("checkpoint-*") if step_of(path) is not None]
+    return sorted(folders, key=step_of)
+
+
+def find_checkpoint(run, with_state=True):
+    """(folder, step) of the newest complete checkpoint, or (None, 0); prints which it skips."""
+    for folder in reversed(checkpoints(run)):
+        try:
+            saved = json.loads((folder / "whole.json").read_text())
+            sizes = {name: (folder / name).stat().st_size for name in saved["sizes"]}
+            if sizes == saved["sizes"]:
+                for file in folder.glob("*.safetensors"):
+                    safe_open(file, "pt")  # reads the header: the right size may be all zeros
+                if with_state:
+                    load_state(folder)
+                say(f"continuing from {folder}")
+                return folder, saved["step"]
+        except BadInput:
+            raise
+        except Exception:  # a missing file, half a JSON text, zeros, code where weights should be
+            pass
+        say(f"{folder} is incomplete: skipped")
+    say(f"{run} has no complete checkpoint: starting from step 0")
+    return None, 0
+
+
+def load_state(folder):
+    """The optimizer's state, mapped from its file: read where needed, shared by the processes."""
+    path = folder / "optimizer.pt"
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "alloc" not in str(error):
+            raise
+        raise BadInput(f"not enough memory for {path}: {first_line(error)}") from error
+
+
+def arg(default, help, at_least=None, at_most=None):
+    """A field of Args: a flag with its help text and bounds."""
+    metadata = {"help": help, "at_least": at_least, "at_most": at_most}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_flags(args, processes):
+    """Raise BadInput for a flag outside its bounds."""
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        least, most = field.metadata["at_least"], field.metadata["at_most"]
+        if None not in (value, least) and not value >= least:  # not <, for NaN
+            raise BadInput(f"--{field.name} must be at least {least}, not {value}")
+        if None not in (value, most) and not value <= most:
+            raise BadInput(f"--{field.name} must be at most {most}, not {value}")
+    if args.prompts_per_step % processes:
+        raise BadInput(f"--prompts_per_step must be divisible by the {processes} processes")
+    try:
+        dict(json.loads(args.chat_template_kwargs))
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"--chat_template_kwargs must be a JSON object: {error}") from error
+
+
+def parse_args(Args, TINY, argv=None):
+    """Args from the command line. Without --model, TINY replaces the defaults; given flags win."""
+    def flag(field):  # HfArgumentParser knows no bounds
+        help = {"help": field.metadata["help"]}
+        return field.name, field.type, dataclasses.field(default=field.default, metadata=help)
+
+    parser = HfArgumentParser(
+        dataclasses.make_dataclass("Args", map(flag, dataclasses.fields(Args))), allow_abbrev=False,
+        usage="%(prog)s [--flag value ...]   (--help lists the flags)",
+        description="Without --model, the defaults are those of TINY in this script.")
+    given = parser.parse_known_args(argv)[0]
+    if given.model is None:
+        parser.set_defaults(**TINY)
+    if given.lora_rank > 0:
+        parser.set_defaults(learning_rate=10 * parser.get_default("learning_rate"))
+    return Args(**vars(parser.parse_args(argv)))
+
+
+def run_script(main, Args, TINY):
+    """Parse the flags and run main; what goes wrong ends in one sentence."""
+    args = parse_args(Args, TINY)
+    for stream in sys.stdout, sys.stderr:
+        stream.reconfigure(errors="replace")  # where the console cannot show a character
+    code = 2
+    try:
+        start_process(args.device)
+        return main(args)
+    except KeyboardInterrupt:
+        code = 130
+        message = "interrupted: add --resume to continue from the last checkpoint"
+    except torch.OutOfMemoryError:
+        message = "error: the GPU is full: lower --micro_batch_tokens, or add --lora_rank"
+    except (BadInput, OSError) as error:  # OSError: for example a full disk
+        message = f"error: {error}"
+    finally:
+        rank = world()[0]
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if rank > 0:
+        time.sleep(5)  # where rank 0 says the same, torchrun has ended this process by then
+    print(message, file=sys.stderr)
+    sys.exit(code)

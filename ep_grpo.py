@@ -1,439 +1,483 @@
-"""EP-GRPO, entropy-progress aligned GRPO: the reference loop of grpo.py with an advantage of its own for every token.
+"""EP-GRPO, entropy-progress aligned GRPO: grpo.py with a different advantage for every token.
 
-GRPO credits all tokens of a response alike, and is silent where a group's rewards are equal. EP-GRPO adds
+GRPO gives all tokens of a response the same credit, and none where a group's rewards are equal.
+EP-GRPO adds a gate by entropy and a term for progress:
 
-    gate        W^gate = sigmoid(gamma (H - mu_H) / sigma_H)    tokens where the policy was undecided count more
-    signal      Delta = log pi - log pi_ref                     what training has made more likely, token by token
-    progress    tau_t = S_t / S_L, S the running sum of H       how far along a response is, cut into K buckets
-    z           (Delta - mu_b) / sigma_b                        among the tokens of the same group and bucket
-    anchor      d_i = sign(A_i), or sign(r_i - theta) in a group of equal rewards
-    advantage   A_it = W^gate_it A_i + lambda d_i z_it          A_i as in grpo.py, H the entropy of the next token
+    gate        W^gate = sigmoid(gamma (H - mu_H) / sigma_H)    uncertain tokens count more
+    signal      Delta = log pi - log pi_ref                     what training has made more likely
+    progress    tau_t = S_t / S_L, S the running sum of H       position in a response, in K buckets
+    z           (Delta - mu_b) / sigma_b                        within one group and bucket b
+    anchor      d_i = sign(A_i), or sign(r_i - theta) where the group's rewards are equal
+    advantage   A_it = W^gate_it A_i + lambda d_i z_it          A_i as in grpo.py, H the entropy
     weight      W_it = mask_it / L_i / B                        as in grpo.py
 
-Paper: EP-GRPO (arXiv:2605.04960); departures from it are numbered at their lines. Costs one scoring pass of policy and
-reference a step, and the reference in memory. Differs from grpo.py in compute_advantages and six flags;
---no_entropy_gate --progress_weight 0 --no_zero_variance_anchor together are grpo.py, each alone is an ablation. At the
-first step policy and reference agree: the progress term is exactly 0. How it fails: z has unit spread whatever the
-drift, once that exceeds 1e-3: it amplifies noise in groups without variance. A small --progress_weight keeps it in
-bounds.
+Paper: EP-GRPO (arXiv:2605.04960); the numbered comments are departures from it. Each step costs one
+scoring pass of the policy and one of the reference. Differs from grpo.py in compute_advantages and
+six flags. --no_entropy_gate --progress_weight 0 --no_zero_variance_anchor together are grpo.py, and
+each alone is an ablation. At the first step policy and reference agree: the progress term is 0.
+How it fails: z is scaled to unit spread however little the policy has moved (above 1e-3), so it
+amplifies noise in zero-variance groups. Keep --progress_weight small.
 
-    python ep_grpo.py                               the tiny model in tests/tiny: CPU, offline, under two minutes
-    python ep_grpo.py --model Qwen/Qwen2.5-3B       GSM8K on one 80 GB GPU
-
-The algorithm is the two functions under the second "# --- algorithm ---".
+    python ep_grpo.py                            the tiny model in tests/tiny: CPU, offline
+    python ep_grpo.py --model Qwen/Qwen2.5-3B    GSM8K on one GPU
 """
 
-import json
+import math
 import random
-import sys
-import time
-import warnings
-from dataclasses import dataclass, field
-from math import comb, isfinite
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
+from common import (  # before torch, since it sets up torch's memory allocator
+    BadInput, Float32AdamW, Run, arg, check_model, check_rewards, check_shapes, load_policy,
+    load_reference, load_splits, next_token_logits, pad_left, readable_golds, run_script,
+    stop_token_ids, token_logps_and_entropies, verify)
 import torch
-from tqdm import tqdm
-from transformers import DynamicCache, HfArgumentParser
-
-from common import BadInput, check_model, copy_masters, encode_prompt, float32_masters, load_model, load_rows, open_run
-from common import recompute_activations, restore, save_checkpoint, stop_token_ids, token_logps_and_entropies
-from common import verify, verify_timeouts
-
-
-def arg(default, help):
-    return field(default=default, metadata={"help": help})
+from transformers import DynamicCache
 
 
 @dataclass
 class Args:
     # --- model and data ---
-    model: str = arg(None, "hub name or local folder; without it the tiny model in tests/tiny and its own recipe")
-    dataset: str = arg("openai/gsm8k", "hub name, .jsonl file, or folder with train.jsonl and test.jsonl")
-    dataset_config: str = arg("main", "configuration of a hub dataset")
-    eval_dataset: str = arg(None, "as --dataset, or a benchmark: gsm8k math500 amc23 minerva aime24 aime25")
-    instruction: str = arg("Reason step by step and put the final answer in \\boxed{}.", "follows each question")
-    output_dir: str = arg(None, "folder of the run; without it runs/<script>")
-    resume: bool = arg(False, "go on from the newest whole checkpoint in the output folder")
-    seed: int = arg(0, "every sample follows from (seed, step), the data order from (seed, epoch)")
-    device: str = arg(None, "cpu or cuda; without it cuda where there is one")
+    model: str = arg(None, "hub name or folder (default: the tiny model, with its own settings)")
+    dataset: str = arg("openai/gsm8k:main", "hub name[:configuration], .jsonl file, or folder")
+    eval_dataset: str = arg(None, "like --dataset; or gsm8k math500 amc23 minerva aime24 aime25")
+    instruction: str = arg(
+        "Reason step by step and put the final answer in \\boxed{}.", "appended to every question")
+    chat_template_kwargs: str = arg("{}", "JSON object of variables for the chat template")
+    output_dir: str = arg(None, "folder for logs and checkpoints (default: runs/<script>)")
+    resume: bool = arg(False, "continue from the latest complete checkpoint in --output_dir")
+    seed: int = arg(0, "random seed", 0)
+    device: str = arg(None, "cpu or cuda (default: cuda if available)")
+    lora_rank: int = arg(0, "rank of the adapters on every linear layer; 0 trains all weights", 0)
     # --- rollout ---
-    prompts_per_step: int = arg(8, "P, prompts a step")
-    group_size: int = arg(8, "G, responses a prompt")
-    max_prompt_tokens: int = arg(512, "longer prompts are dropped, and counted")
-    max_new_tokens: int = arg(1024, "C, where a response is cut off")
-    temperature: float = arg(1.0, "of sampling, and of every log-prob that is trained on")
-    # --- optimisation ---
-    steps: int = arg(500, "rollouts to train on; 0 evaluates only")
-    learning_rate: float = arg(1e-6, "of AdamW, constant after the warm-up")
-    warmup_steps: int = arg(10, "steps of linear warm-up")
-    weight_decay: float = arg(0.0, "of AdamW")
-    max_grad_norm: float = arg(1.0, "a longer gradient is scaled down to this norm")
-    updates_per_rollout: int = arg(1, "mu, optimizer steps on one rollout; the ratio leaves 1 from the second on")
-    clip_low: float = arg(0.2, "eps_low: the ratio is clipped below 1 - eps_low")
-    clip_high: float = arg(0.2, "eps_high: the ratio is clipped above 1 + eps_high")
-    beta: float = arg(0.0, "weight of the KL to the model the run began with; above 0 that model stays in memory")
-    micro_batch_tokens: int = arg(16384, "rows x columns of one forward and backward: memory, not mathematics")
-    gradient_checkpointing: bool = arg(True, "activations recomputed: less memory, about a third more update time")
+    prompts_per_step: int = arg(8, "P, prompts per step", 1)
+    group_size: int = arg(8, "G, responses per prompt", 2)
+    max_prompt_tokens: int = arg(512, "longer prompts are dropped, and their number is printed", 1)
+    max_new_tokens: int = arg(1024, "C, maximum length of a response", 1)
+    temperature: float = arg(1.0, "sampling temperature, also of all log-probs in training", 0.01)
+    # --- optimization ---
+    steps: int = arg(500, "training steps; 0 only evaluates", 0)
+    learning_rate: float = arg(1e-6, "AdamW learning rate; ten times the default for adapters", 0.0)
+    warmup_steps: int = arg(10, "steps of linear learning-rate warm-up", 0)
+    max_grad_norm: float = arg(1.0, "gradients are clipped to this norm", 1e-9)
+    updates_per_rollout: int = arg(1, "mu, optimizer steps per rollout", 1)
+    clip_low: float = arg(0.2, "eps_low: the ratio is clipped below 1 - eps_low", 0.0)
+    clip_high: float = arg(0.2, "eps_high: the ratio is clipped above 1 + eps_high", 0.0)
+    beta: float = arg(0.0, "weight of the KL penalty; above 0 a reference model is loaded", 0.0)
+    micro_batch_tokens: int = arg(16384, "tokens per micro-batch; changes memory, not results", 1)
+    gradient_checkpointing: bool = arg(True, "recompute activations: less memory, slower updates")
     # --- evaluation and logging ---
-    eval_every: int = arg(50, "steps between evaluations; one before the first step and one after the last come anyway")
-    eval_problems: int = arg(200, "held-out problems in an evaluation")
-    eval_samples: int = arg(4, "responses a problem: pass@k for k = 1, 2, 4, ... up to this")
-    log_completions_every: int = arg(10, "steps between printed completions")
-    save_every: int = arg(100, "steps between checkpoints; the last step is saved anyway")
+    eval_every: int = arg(50, "steps between evaluations; also before the first, after the last", 1)
+    eval_problems: int = arg(200, "number of held-out problems", 1)
+    eval_samples: int = arg(4, "responses per held-out problem, for pass@1, 2, 4, ...", 1)
+    eval_temperature: float = arg(None, "default: --temperature; 0: greedy, one response", 0.0)
+    save_every: int = arg(100, "steps between checkpoints; also after the last", 1)
     # --- algorithm ---
-    gate_sharpness: float = arg(1.0, "gamma of the entropy gate: 0 weighs all tokens by one half")
-    buckets: int = arg(10, "K, stages of progress that tokens are compared within")
-    progress_weight: float = arg(0.1, "lambda of the progress term; 0 switches it off")
-    reward_threshold: float = arg(0.5, "theta: above it a group of equal rewards counts as right")
-    entropy_gate: bool = arg(True, "the outcome advantage is weighed by entropy")
-    zero_variance_anchor: bool = arg(True, "groups of equal rewards have the progress term too")
-    min_group_size = 2  # without a type, so not a flag: a response alone in its group is its own mean
-    scores_first = True  # not a flag either: compute_advantages needs old_logps, ref_logps and entropies
+    gate_sharpness: float = arg(1.0, "gamma of the entropy gate; 0 gives every token weight 1/2")
+    buckets: int = arg(10, "K, number of progress buckets", 1)
+    progress_weight: float = arg(0.1, "lambda, weight of the progress term; 0 switches it off")
+    reward_threshold: float = arg(0.5, "theta: zero-variance groups above it count as right")
+    entropy_gate: bool = arg(True, "scale the group's advantage by the entropy gate")
+    zero_variance_anchor: bool = arg(True, "apply the progress term in zero-variance groups too")
 
 
 TINY_DIR = str(Path(__file__).resolve().parent / "tests" / "tiny")
-TINY = dict(  # the recipe of the offline default; the defaults above are for a real model on a GPU
-    model=TINY_DIR, dataset=TINY_DIR, instruction="", device="cpu", prompts_per_step=16, max_prompt_tokens=32,
-    max_new_tokens=48, steps=50, learning_rate=3e-4, warmup_steps=0, gradient_checkpointing=False, eval_every=10,
-    log_completions_every=20, save_every=20)  # fmt: skip
+TINY = dict(  # replaces the defaults above when there is no --model
+    model=TINY_DIR, dataset=TINY_DIR, instruction="", device="cpu", prompts_per_step=16,
+    max_prompt_tokens=32, max_new_tokens=48, steps=50, learning_rate=3e-4, warmup_steps=0,
+    gradient_checkpointing=False, eval_every=10, save_every=20)  # fmt: skip
 
 
 @dataclass
 class Batch:
-    """One step's rollout: P prompts, G responses each, B = P G rows (row i of prompt i // G), T completion columns."""
+    """P prompts with G responses each: B = P G rows (row i: prompt i // G), T response columns."""
 
-    rewards: torch.Tensor  # (P, G) float32
-    mask: torch.Tensor  # (B, T) bool, through the first stop token; where it is false the fields below hold anything
     input_ids: torch.Tensor = None  # (B, S + T) left-padded prompts, then responses
     attention_mask: torch.Tensor = None  # (B, S + T)
-    old_logps: torch.Tensor = None  # (B, T) float32, under the policy that drew the tokens
-    ref_logps: torch.Tensor = None  # (B, T) float32, under the model that the run began with
-    entropies: torch.Tensor = None  # (B, T) float32, of the policy that drew the tokens, at the sampling temperature
+    mask: torch.Tensor = None  # (B, T) bool, True up to and including the stop token
+    texts: list = None  # B decoded responses
+    finished: torch.Tensor = None  # (B,) bool, False where a response was cut off
+    # The rest is undefined where mask is False.
+    sampled_logps: torch.Tensor = None  # (B, T) as computed token by token while sampling
+    rewards: torch.Tensor = None  # (P, G)
+    old_logps: torch.Tensor = None  # (B, T) under the policy that sampled the tokens
+    ref_logps: torch.Tensor = None  # (B, T) under the model that the run started from
+    entropies: torch.Tensor = None  # (B, T) of the policy that sampled the tokens
 
 
 # --- algorithm ---
+NEEDS_SCORES = True  # compute_advantages also reads old_logps, ref_logps and entropies
+
+
 def compute_advantages(batch, args):
     """How much better than expected each token was, (B, T) float32."""
     rewards = batch.rewards  # (P, G)
-    if rewards.shape[1] < 2 or not rewards.isfinite().all():
-        raise ValueError("rewards must be finite, in groups of at least two")
+    if not rewards.isfinite().all():
+        raise BadInput("rewards must be finite numbers: see compute_reward")
     centred = rewards - rewards.mean(1, keepdim=True)  # (P, G)
-    # Equal rewards carry no signal. Compare them: the float std of twelve times 0.1 is not 0.
+    # Equal rewards carry no signal. Compare them exactly: the float32 std of twelve 0.1s is not 0.
     equal = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)  # (P, 1)
-    outcome = torch.where(equal, 0.0, centred / (rewards.std(1, keepdim=True) + 1e-4)).reshape(-1, 1)  # (B, 1)
+    advantages = torch.where(equal, 0.0, centred / (rewards.std(1, keepdim=True) + 1e-4))  # (P, G)
+    outcome = advantages.reshape(-1, 1)  # (B, 1)
 
-    # (1) All statistics are of the policy that drew the rollout, detached: the paper's pi_theta moves with the update.
-    # float64, since equal entropies must give a sigma of 0 and equal steps must fall into the same bucket.
+    # (1) All statistics are of the policy that sampled the rollout, and detached: the paper's
+    # pi_theta moves with the update. In float64, since equal entropies must give a sigma of 0.
     mask = batch.mask
     entropies = torch.where(mask, batch.entropies, 0.0).double()  # (B, T)
     group = torch.arange(len(mask), device=mask.device)[:, None] // rewards.shape[1]  # (B, 1)
 
-    def mean_within(cell, x):  # of the unmasked tokens of each cell, handed back to each of its tokens, (B, T)
-        cell, sums = cell.expand(mask.shape), x.new_zeros(2, len(rewards) * args.buckets)
-        sums[0].index_add_(0, cell.flatten(), torch.where(mask, x, 0.0).flatten())
-        sums[1].index_add_(0, cell.flatten(), mask.double().flatten())
-        return (sums[0] / sums[1].clamp(min=1))[cell]
+    def mean_within(cell, x):  # the mean over each cell's unmasked tokens, for each token, (B, T)
+        cell = cell.expand(mask.shape)
+        sums = x.new_zeros(len(rewards) * args.buckets)
+        counts = torch.zeros_like(sums)
+        sums.index_add_(0, cell.flatten(), torch.where(mask, x, 0.0).flatten())
+        counts.index_add_(0, cell.flatten(), mask.double().flatten())
+        return (sums / counts.clamp(min=1))[cell]
 
-    excess = entropies - mean_within(group, entropies)
-    spread = mean_within(group, excess.square()).sqrt()  # (2) the sigmas are population ones, ddof 0
-    gate = torch.sigmoid(args.gate_sharpness * excess / (spread + 1e-6)) if args.entropy_gate else 1.0  # (B, T)
+    excess = entropies - mean_within(group, entropies)  # (B, T)
+    sigma = mean_within(group, excess.square()).sqrt()  # (2) all sigmas are population ones, ddof 0
+    gate = torch.sigmoid(args.gate_sharpness * excess / (sigma + 1e-6))  # (B, T)
+    if not args.entropy_gate:
+        gate = 1.0
 
-    # (3) The progress coordinate counts the token's own entropy; a response without any entropy stays in bucket 0.
+    # (3) Progress includes the token's own entropy. A response without any stays in bucket 0.
     running = entropies.cumsum(1)  # (B, T)
-    progress = torch.where(running[:, -1:] > 0, running / running[:, -1:], 0.0)  # (B, T) tau, up to 1 at the end
+    progress = torch.where(running[:, -1:] > 0, running / running[:, -1:], 0.0)  # (B, T) tau
     bucket = (args.buckets * progress).floor().clamp(0, args.buckets - 1).long()  # (B, T)
-    cell = group * args.buckets + bucket  # (B, T) of P K cells
+    cell = group * args.buckets + bucket  # (B, T) one of P K cells
 
     delta = (batch.old_logps - batch.ref_logps).double()  # (B, T)
-    apart = delta - mean_within(cell, delta)
-    z = apart / (mean_within(cell, apart.square()).sqrt() + 1e-3)  # (4) 1e-3: what hardly moved is not blown up
+    excess = delta - mean_within(cell, delta)
+    sigma = mean_within(cell, excess.square()).sqrt()
+    z = excess / (sigma + 1e-3)  # (4) 1e-3 avoids dividing by a tiny spread
     fallback = torch.sign(rewards - args.reward_threshold) if args.zero_variance_anchor else 0.0
     anchor = torch.where(equal, fallback, centred.sign()).reshape(-1, 1)  # (B, 1)
-    # (5) lambda stands outside the z-score, which would divide the paper's s = lambda Delta by lambda again.
-    return torch.where(mask, gate * outcome + args.progress_weight * anchor * z, 0.0).float()  # (B, T)
+    # (5) lambda stands outside the z-score: inside, as in the paper's s = lambda Delta, it cancels.
+    advantages = gate * outcome + args.progress_weight * anchor * z  # (B, T)
+    return torch.where(mask, advantages, 0.0).float()
 
 
 def compute_weights(batch, args):
-    """What each token counts in the loss, (B, T) float32, 0 off the mask."""
+    """How much each token counts in the loss, (B, T) float32, 0 off the mask."""
     lengths = batch.mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
-    return batch.mask / lengths / len(batch.mask)  # (B, T), a mean over each response, then over the batch
+    return batch.mask / lengths / len(batch.mask)  # (B, T) mean over a response, then the batch
 
 
-# --- the same in all five scripts, from here to the end ---
-def policy_loss(logps, old_logps, ref_logps, advantages, weights, args):
-    """Clipped surrogate plus KL penalty over (b, T) tokens: the loss and {"clip_frac", "kl"}, means over the unmasked.
+# --- the same in all five scripts from here on ---
+def compute_reward(text, problem, length):
+    """1.0 if the last \\boxed{} of the response equals the answer, else 0.0. Put your own here.
 
-    ref_logps may be None; W = 0 marks a masked token. A sum, not a mean: W holds every 1 / L and 1 / B, so the losses
-    of micro-batches add up to the batch's."""
-    def exp(x):  # finite, at most e^20 = 5e8, or an infinite ratio would make a clipped token's gradient 0 * inf
-        return torch.exp(x - (x - 20.0).clamp(min=0.0).detach())
+    problem holds every column of the data's row; length is the number of response tokens.
+    """
+    return verify(text, problem["answer"])
 
-    mask = weights != 0
-    # Select before the arithmetic: a NaN under the mask would come back as 0 * NaN in the backward of exp.
-    logps, old_logps, advantages = (torch.where(mask, x, 0.0) for x in (logps, old_logps, advantages))
-    ratio, low, high = exp(logps - old_logps), 1 - args.clip_low, 1 + args.clip_high
-    loss = -(weights * torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)).sum()
-    bound = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
-    metrics = {"clip_frac": bound.sum() / mask.sum().clamp(min=1)}
+
+def policy_loss(logps, old_logps, ref_logps, advantages, weights, mask, args):
+    """Clipped surrogate plus KL penalty, summed over (b, T) tokens; and means for the log.
+
+    A sum, because W already holds every 1 / L and 1 / B: the losses of micro-batches add up.
+    """
+    # Select first: a NaN in the padding would come back in backward as 0 * NaN.
+    logps = logps.where(mask, 0.0)
+    old_logps = old_logps.where(mask, 0.0)
+    advantages = advantages.where(mask, 0.0)
+    ratio = torch.exp((logps - old_logps).clamp(max=20.0))
+    low, high = 1 - args.clip_low, 1 + args.clip_high
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    loss = -(weights * surrogate).sum()
+    clipped = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
+    tokens = mask.sum().clamp(min=1)
+    metrics = {"clip_frac": clipped.sum() / tokens}
     if ref_logps is not None:
-        log_ratio = torch.where(mask, ref_logps, 0.0) - logps
-        k3 = exp(log_ratio) - log_ratio - 1  # at least 0, its mean is the KL: joschu.net/blog/kl-approx
+        log_ratio = (ref_logps.where(mask, 0.0) - logps).clamp(max=20.0)
+        k3 = torch.exp(log_ratio) - log_ratio - 1  # its mean is the KL: joschu.net/blog/kl-approx
         loss = loss + args.beta * (weights * k3).sum()
-        metrics["kl"] = k3.detach().sum() / mask.sum().clamp(min=1)
+        metrics["kl"] = k3.detach().sum() / tokens
     return loss, metrics
 
 
-def load_problems(source, config, split, tokenizer, args):
-    """[{"question", "answer", "prompt_ids"}, ...]; BadInput for what cannot be used; over-long prompts are dropped."""
-    rows, problems = load_rows(source, config, split), []
-    for question, answer in rows:
-        prompt_ids = encode_prompt(tokenizer, f"{question}\n{args.instruction}".strip())
-        if len(prompt_ids) <= args.max_prompt_tokens:
-            problems.append({"question": question, "answer": answer, "prompt_ids": prompt_ids})
-    if len(problems) < len(rows):
-        print(f"{source}: dropped {len(rows) - len(problems)} of {len(rows)} prompts, longer than --max_prompt_tokens")
-    return problems
+def main(args):
+    run = Run(args, __file__)  # the output folder: log, checkpoints, and where --resume continues
+    model, tokenizer = load_policy(run.checkpoint or args.model, args)
+    train, held_out = load_problems(tokenizer, args)
+    check_model(model, train + held_out, args)
+    optimizer = run.restore(Float32AdamW(model, args))
+    reference = None
+    if args.beta > 0 or NEEDS_SCORES:
+        reference = load_reference(model, args)
+
+    if run.step == 0 or args.steps == 0:
+        run.log(run.step, evaluate(model, tokenizer, held_out, args, run))
+    for step in run.steps():
+        # 1. Sample G responses to each of P prompts, and reward them.
+        places = run.places(step)  # P consecutive numbers; with several processes, its part of them
+        problems = problems_at(train, places, args)
+        streams = [random_stream(args.seed, "draws", place) for place in places]
+        batch = rollout(model, tokenizer, problems, args.group_size, args, streams)
+        batch.rewards = grade(batch, problems)  # (P, G)
+        run.tick("rollout")
+
+        # 2. Turn the rewards into an advantage and a weight for every token.
+        if NEEDS_SCORES:
+            batch.old_logps, batch.entropies = score(model, batch, args)
+        if reference is not None:
+            batch.ref_logps, _ = score(reference, batch, args)
+        advantages = compute_advantages(batch, args)  # (B, T)
+        weights = compute_weights(batch, args)  # (B, T)
+
+        # 3. Update the policy.
+        sums = update(model, optimizer, batch, advantages, weights, step, args)
+        run.tick("update")
+
+        # 4. Log, evaluate, save.
+        last = step == args.steps
+        run.log(step, summarize(batch, sums, step, args, run), example=(problems[0], batch))
+        if step % args.eval_every == 0 or last:
+            run.log(step, evaluate(model, tokenizer, held_out, args, run))
+        if step % args.save_every == 0 or last:
+            run.save(step, model, tokenizer, optimizer)
 
 
-def random_stream(seed, purpose, number):
-    """A generator of its own for each (seed, purpose, number): a resume finds it again, no other draw can move it."""
-    key = random.Random(f"{seed} {purpose} {number}").getrandbits(32)  # hashed: torch uses a seed's low 32 bits only
-    return torch.Generator().manual_seed(key)
+# --- machinery ---
+def learning_rate(step, args):
+    """Linear warm-up, then constant."""
+    return args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
+
+
+def update(model, optimizer, batch, advantages, weights, step, args):
+    """mu optimizer steps on one rollout; returns sums over its tokens, as means over the steps."""
+    check_shapes(advantages, weights, batch.mask)
+    torch.cuda.empty_cache()  # the rollout's cache grew in many small pieces; no-op without a GPU
+    sums = Counter()  # a name that is not there counts as 0
+    if not NEEDS_SCORES:
+        batch.old_logps = torch.zeros_like(batch.sampled_logps)
+        batch.entropies = torch.zeros_like(batch.sampled_logps)
+    for i in range(args.updates_per_rollout):
+        for rows, columns, logps, entropies in micro_batches(model, batch, args):
+            if i == 0:  # the weights are still those that sampled: no extra pass for old_logps
+                batch.old_logps[rows, columns] = logps.detach()
+                batch.entropies[rows, columns] = entropies
+            ref_logps = None
+            if batch.ref_logps is not None:
+                ref_logps = batch.ref_logps[rows, columns]
+            mask = batch.mask[rows, columns]
+            loss, metrics = policy_loss(
+                logps, batch.old_logps[rows, columns], ref_logps, advantages[rows, columns],
+                weights[rows, columns], mask, args)
+            loss.backward()
+            sums["loss"] += loss.item()
+            for name, value in metrics.items():
+                sums[name] += (value * mask.sum()).item()
+        # Without any advantage there is no signal, and Adam's momentum must not move the weights.
+        sums["grad_norm"] += optimizer.step(learning_rate(step, args), not advantages.any())
+    return {name: value / args.updates_per_rollout for name, value in sums.items()}
+
+
+def sample(logits, uniforms, temperature):
+    """One token per row from softmax(logits / temperature), and its log-prob: (b,) and (b,).
+
+    By inverting the CDF: faster than torch.multinomial on CPU, and a row's token depends on its
+    own uniform number alone. Temperature 0 takes the most likely token.
+    """
+    if temperature == 0:
+        return logits.argmax(-1), torch.zeros_like(uniforms)
+    probs = (logits / temperature).softmax(-1)  # (b, V)
+    cdf = probs.cumsum(-1)
+    target = uniforms[:, None] * (1 - 2**-23) * cdf[:, -1:]  # stays below the last entry
+    # right=True takes the first entry above the target: a token of probability 0 is never drawn.
+    tokens = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)  # (b, 1)
+    return tokens[:, 0], probs.gather(1, tokens).log()[:, 0]
 
 
 @torch.no_grad()
-def rollout(model, tokenizer, prompts, samples, args, generator):
-    """Draw `samples` responses to each prompt (a list of ids), every token from softmax(logits / temperature).
+def rollout(model, tokenizer, problems, samples, args, streams):
+    """Sample responses to each problem from its own random stream: a Batch without rewards.
 
-    A plain loop, not `generate`: a prompt is read once for all its samples, ended rows leave the batch, and nothing of
-    the model's generation_config (top-k, penalties, ...) leaks in. Returns input_ids and attention_mask (B, S + T),
-    mask (B, T), finished (B,), true where a stop token was drawn, and the B texts."""
-    device, pad = model.device, tokenizer.pad_token_id
-    stop = torch.tensor(stop_token_ids(model, tokenizer), device=device)
-    S, B, C = max(map(len, prompts)), len(prompts) * samples, args.max_new_tokens
-    prompt_ids = torch.tensor([[pad] * (S - len(ids)) + ids for ids in prompts], device=device)  # (P, S)
-    prompt_mask = torch.tensor([[0] * (S - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
-    forward, cache = torch.inference_mode()(model), DynamicCache(config=model.config)  # no_grad, and a little faster
-    logits = forward(prompt_ids, attention_mask=prompt_mask, position_ids=(prompt_mask.cumsum(1) - 1).clamp(min=0),
-                     cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-    cache.reorder_cache(torch.arange(B, device=device) // samples)  # a copy of its prompt's cache for each sample
-    logits, prompt_ids, prompt_mask = (x.repeat_interleave(samples, 0) for x in (logits, prompt_ids, prompt_mask))
+    A plain loop instead of model.generate: each prompt is read once for all its samples, finished
+    rows leave the batch, and nothing of the model's generation_config (top-k, ...) leaks in.
+    """
+    model.eval()
+    device = model.device
+    stop = torch.tensor(stop_token_ids(model, tokenizer, args), device=device)
+    ids, mask = pad_left(problems, tokenizer.pad_token_id, device)  # (P, S) each
+    cache = DynamicCache(config=model.config)
+    logits = next_token_logits(model, ids, mask, cache)  # (P, V)
+    owner = torch.arange(len(problems), device=device).repeat_interleave(samples)  # (B,)
+    cache.reorder_cache(owner)  # not batch_repeat_interleave, which is wrong for hybrid models
+    logits = logits[owner]
+    ids = ids[owner]
+    mask = mask[owner]
 
-    # All randomness at once: what a row draws does not depend on when others end. The factor keeps u * total below the
-    # total after rounding, or the vocabulary's last token could be drawn at probability 0.
-    uniforms = torch.rand(B, C, generator=generator).mul(1 - 2**-23).to(device)
-    completions = torch.full((B, C), pad, device=device)
-    lengths, finished = torch.full((B,), C, device=device), torch.zeros(B, dtype=torch.bool, device=device)
-    live, live_mask = torch.arange(B, device=device), prompt_mask  # the rows still being written
-    for t in range(C):
-        # Inverse CDF: on CPU an eighth of torch.multinomial's time, and each probability right to about 1e-7. `right`
-        # takes the first entry above u: a token of probability 0 is never drawn.
-        cdf = (logits.float() / args.temperature).softmax(-1).cumsum_(-1)  # (b, V)
-        tokens = torch.searchsorted(cdf, uniforms[live, t, None] * cdf[:, -1:], right=True).clamp(max=cdf.shape[1] - 1)
-        completions[live, t] = tokens[:, 0]
-        ended = torch.isin(tokens[:, 0], stop)
-        if ended.any():  # on a GPU this waits for the device, once a token
-            lengths[live[ended]], finished[live[ended]] = t + 1, True
-            going = (~ended).nonzero()[:, 0]
-            live, live_mask, tokens = live[going], live_mask[going], tokens[going]
-            cache.reorder_cache(going)
-        if t + 1 == C or not len(live):
+    # All random numbers first: a row's tokens do not depend on when the others end.
+    uniforms = [torch.rand(samples, args.max_new_tokens, generator=stream) for stream in streams]
+    uniforms = torch.cat(uniforms).to(device)  # (B, C)
+    responses = torch.full(uniforms.shape, tokenizer.pad_token_id, device=device)
+    logps = torch.zeros_like(uniforms)
+    active = torch.arange(len(owner), device=device)  # the rows that are still being written
+    active_mask = mask
+    for t in range(args.max_new_tokens):
+        tokens, logps[active, t] = sample(logits, uniforms[active, t], args.temperature)
+        responses[active, t] = tokens
+        keep = (~torch.isin(tokens, stop)).nonzero()[:, 0]  # waits for the GPU, once per token
+        if len(keep) == 0:
             break
-        live_mask = torch.cat([live_mask, live_mask.new_ones(len(live), 1)], 1)
-        logits = forward(tokens, attention_mask=live_mask, position_ids=live_mask.sum(1, keepdim=True) - 1, cache=cache,
-                         use_cache=True).logits[:, -1]
-    completions = completions[:, : lengths.max()]  # (B, T)
-    mask = torch.arange(completions.shape[1], device=device) < lengths[:, None]  # by position: pad may be a stop id too
-    texts = [tokenizer.decode(row[keep], skip_special_tokens=True) for row, keep in zip(completions, mask)]
-    return torch.cat([prompt_ids, completions], 1), torch.cat([prompt_mask, mask.long()], 1), mask, finished, texts
+        if len(keep) < len(active):
+            active = active[keep]
+            active_mask = active_mask[keep]
+            tokens = tokens[keep]
+            cache.reorder_cache(keep)
+        active_mask = torch.cat([active_mask, active_mask.new_ones(len(active), 1)], 1)
+        if t + 1 < args.max_new_tokens:
+            logits = next_token_logits(model, tokens[:, None], active_mask, cache)
+    return finish(tokenizer, ids, mask, responses[:, : t + 1], logps[:, : t + 1], stop)
+
+
+def finish(tokenizer, ids, attention_mask, responses, logps, stop):
+    """The Batch of a rollout."""
+    stops = torch.isin(responses, stop)  # (B, T)
+    # By position, up to the first stop token: pad may be one too, and prompts may contain it.
+    mask = stops.cumsum(1) - stops.long() == 0
+    return Batch(
+        input_ids=torch.cat([ids, responses], 1),
+        attention_mask=torch.cat([attention_mask, mask.long()], 1),
+        mask=mask,
+        texts=[tokenizer.decode(r[m], skip_special_tokens=True) for r, m in zip(responses, mask)],
+        finished=stops.any(1),
+        sampled_logps=logps,
+    )
+
+
+def grade(batch, problems):
+    """compute_reward of every response, (P, G) float32."""
+    samples = len(batch.texts) // len(problems)
+    lengths = batch.mask.sum(1).tolist()
+    rewards = []
+    for i, text in enumerate(batch.texts):
+        rewards.append(compute_reward(text, problems[i // samples], lengths[i]))
+    check_rewards(rewards)
+    rewards = torch.tensor(rewards, dtype=torch.float32, device=batch.mask.device)
+    return rewards.view(len(problems), samples)
 
 
 def micro_batches(model, batch, args):
-    """Yield (rows, logps, entropies), (b,) and (b, T'): longest responses first, as many rows as --micro_batch_tokens
-    admits (one at least), trimmed to the columns that they use, T' the longest response."""
+    """Yield (rows, columns, logps, entropies): longest responses first, trimmed to what they use.
+
+    logps and entropies are (b, T') and belong to batch.mask[rows, columns].
+    """
+    model.train()  # switches gradient checkpointing on and nothing else: dropout is 0
     lengths = batch.mask.sum(1)
     order = lengths.argsort(descending=True, stable=True)
-    while len(order):
+    prompt_columns = batch.input_ids.shape[1] - batch.mask.shape[1]
+    while len(order) > 0:
         T = int(lengths[order[0]])
-        columns = batch.input_ids.shape[1] - batch.mask.shape[1] + T
-        rows, order = order.tensor_split([max(1, args.micro_batch_tokens // columns)])
+        count = max(1, args.micro_batch_tokens // (prompt_columns + T))
+        rows = order[:count]
+        order = order[count:]
         used = batch.attention_mask[rows].any(0)
-        ids, attention_mask = batch.input_ids[rows][:, used], batch.attention_mask[rows][:, used]
-        yield rows, *token_logps_and_entropies(model, ids, attention_mask, T, args.temperature)
+        ids = batch.input_ids[rows][:, used]
+        mask = batch.attention_mask[rows][:, used]
+        yield rows, slice(T), *token_logps_and_entropies(model, ids, mask, T, args.temperature)
 
 
 @torch.no_grad()
 def score(model, batch, args):
-    """Log-probs and entropies (B, T), in the micro-batches of the update: the same cut rounds in the same way."""
-    scores = torch.zeros(2, *batch.mask.shape, device=batch.mask.device)
-    for rows, logps, entropies in micro_batches(model, batch, args):
-        scores[:, rows, : logps.shape[1]] = torch.stack([logps, entropies])
-    return scores
+    """Log-probs and entropies under a model, (B, T) each.
+
+    In the micro-batches of the update: the same products in the same order, hence the same bits.
+    """
+    all_logps = torch.zeros(batch.mask.shape, device=batch.mask.device)
+    all_entropies = torch.zeros_like(all_logps)
+    for rows, columns, logps, entropies in micro_batches(model, batch, args):
+        all_logps[rows, columns] = logps
+        all_entropies[rows, columns] = entropies
+    return all_logps, all_entropies
 
 
 def pass_at_k(n, c, k):
-    """Unbiased chance that one of k responses is right when c of n were. Codex (arXiv:2107.03374), equation 1."""
+    """Unbiased chance that one of k responses is right, when c of n were (arXiv:2107.03374)."""
     if k > n:
         raise ValueError(f"pass@{k} takes at least {k} samples, not {n}")
-    return 1 - comb(n - c, k) / comb(n, k)
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def evaluate(model, tokenizer, problems, args, path):
-    """Accuracy and pass@k on held-out problems, always with the same draws; samples and verdicts go to a file."""
-    draws, n, correct = random_stream(args.seed, "evaluation", 0), args.eval_samples, []
-    chunk = max(1, args.prompts_per_step * args.group_size // n)  # no more rows at once than in training
-    with open(path, "w", encoding="utf-8") as file:
-        for some in (problems[i : i + chunk] for i in range(0, len(problems), chunk)):
-            *_, texts = rollout(model, tokenizer, [problem["prompt_ids"] for problem in some], n, args, draws)
-            for problem in some:
-                samples, texts = texts[:n], texts[n:]
-                verdicts = [verify(text, problem["answer"]) for text in samples]
-                correct.append(int(sum(verdicts)))
-                line = {"question": problem["question"], "answer": problem["answer"]}
-                file.write(json.dumps(line | {"samples": samples, "verdicts": verdicts}) + "\n")
-    metrics = {"eval_accuracy": sum(correct) / (n * len(correct))}
-    for k in (2**i for i in range(n.bit_length())):  # 1, 2, 4, ... up to n
-        metrics[f"eval_pass@{k}"] = sum(pass_at_k(n, c, k) for c in correct) / len(correct)
+def evaluate(model, tokenizer, problems, args, run):
+    """Accuracy and pass@k on held-out problems, always with the same random numbers."""
+    if not problems:
+        return {}
+    if args.eval_temperature is not None:
+        args = replace(args, temperature=args.eval_temperature)
+    n = args.eval_samples if args.temperature > 0 else 1
+    rows = 4 * args.prompts_per_step * args.group_size  # no gradients: four times training's rows
+    samples = min(n, rows)
+    numbers = run.share(range(len(problems)))
+    streams = [random_stream(args.seed, "evaluation", i) for i in numbers]
+    problems = run.share(problems)
+    size = rows // samples
+    for start in range(0, len(problems), size):
+        chunk = slice(start, start + size)
+        for done in range(0, n, samples):  # once, unless --eval_samples is larger than rows
+            count = min(samples, n - done)
+            batch = rollout(model, tokenizer, problems[chunk], count, args, streams[chunk])
+            run.add_samples(problems[chunk], batch, grade(batch, problems[chunk]))
+    rewards = run.save_samples()  # one list of n for each problem, from all processes
+    right = [sum(reward >= 1 for reward in group) for group in rewards]
+    metrics = {"eval_accuracy": fmean(right) / n, "eval_reward": fmean(map(fmean, rewards))}
+    for k in [2**i for i in range(n.bit_length())]:  # 1, 2, 4, ... up to n
+        metrics[f"eval_pass@{k}"] = fmean(pass_at_k(n, c, k) for c in right)
     return metrics
 
 
-def main(args):
-    folder = Path(args.output_dir or f"runs/{Path(__file__).stem}")
-    log, checkpoint, start, state = open_run(folder, __file__, args)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_model(checkpoint or args.model, device)
-    if args.gradient_checkpointing:
-        recompute_activations(model)
-
-    problems, held_out = [], []
-    if args.steps:
-        problems = load_problems(args.dataset, args.dataset_config, "train", tokenizer, args)
-        if len(problems) < args.prompts_per_step:
-            raise BadInput(f"{args.dataset}: {len(problems)} usable prompts, fewer than --prompts_per_step")
-    if args.eval_dataset or not args.dataset.endswith(".jsonl"):
-        source, config = (args.eval_dataset, None) if args.eval_dataset else (args.dataset, args.dataset_config)
-        held_out = load_problems(source, config, "test", tokenizer, args)
-        del held_out[args.eval_problems :]
-    if not held_out:
-        print("no held-out problems, so no evaluation: --eval_dataset names some")
-    check_model(model, problems + held_out, args)
-
-    masters = float32_masters(model)
-    optimizer = torch.optim.AdamW(masters, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
-    restore(state, masters, optimizer)
-    # The model that the run began with, also after a resume: not the checkpoint.
-    reference = load_model(args.model, device, trainable=False)[0] if args.beta or args.scores_first else None
-
-    refused = silent = 0  # updates in a row without a finite gradient, steps in a row without a signal
-    bar = tqdm(range(start + 1, args.steps + 1), initial=start, total=args.steps, desc=folder.name)
-
-    def run_evaluation(step):
-        metrics = evaluate(model, tokenizer, held_out, args, folder / f"eval-{step}.jsonl")
-        log.write(json.dumps({"step": step, **metrics}) + "\n")
-        bar.write(f"step {step}: " + "  ".join(f"{key} {value:.3f}" for key, value in metrics.items()))
-
-    if held_out and (start == 0 or args.steps == 0):
-        run_evaluation(start)
-
-    for step in bar:
-        # --- rollout ---
-        clock = time.perf_counter()
-        some = []  # epochs follow one another without a gap, each in an order of its own
-        for place in range((step - 1) * args.prompts_per_step, step * args.prompts_per_step):
-            epoch, i = divmod(place, len(problems))
-            order = torch.randperm(len(problems), generator=random_stream(args.seed, "order", epoch))
-            some.append(problems[order[i]])
-        prompts, draws = [problem["prompt_ids"] for problem in some], random_stream(args.seed, "draws", step)
-        ids, attention_mask, mask, finished, texts = rollout(model, tokenizer, prompts, args.group_size, args, draws)
-        answers = [problem["answer"] for problem in some for _ in range(args.group_size)]
-        rewards = [verify(text, answer) for text, answer in zip(texts, answers)]  # or a reward function of your own
-        rewards = torch.tensor(rewards, dtype=torch.float32, device=device)  # (B,)
-        batch = Batch(rewards.view(-1, args.group_size), mask, ids, attention_mask)
-        seconds_rollout, clock = time.perf_counter() - clock, time.perf_counter()
-
-        # --- advantages ---
-        batch.old_logps, batch.entropies = torch.zeros(2, *mask.shape, device=device)  # the first update fills them in
-        if args.scores_first:
-            batch.old_logps, batch.entropies = score(model, batch, args)
-        if reference:
-            batch.ref_logps, _ = score(reference, batch, args)
-        advantages, weights = compute_advantages(batch, args), compute_weights(batch, args)  # (B, T) each
-
-        # --- update ---
-        learning_rate = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
-        optimizer.param_groups[0] |= {"lr": learning_rate, "weight_decay": args.weight_decay}  # also after a resume
-        sums = dict.fromkeys(("loss", "grad_norm", "clip_frac", "kl"), 0.0)
-        for update in range(args.updates_per_rollout):
-            for rows, logps, entropies in micro_batches(model, batch, args):
-                part = rows, slice(logps.shape[1])  # [part] takes what belongs to logps (b, T') out of a (B, T) tensor
-                if update == 0:  # the weights are still those that drew the tokens: no pass of its own for old_logps
-                    batch.old_logps[part], batch.entropies[part] = logps.detach(), entropies
-                old_logps, ref_logps = batch.old_logps[part], batch.ref_logps[part] if reference else None
-                loss, metrics = policy_loss(logps, old_logps, ref_logps, advantages[part], weights[part], args)
-                loss.backward()
-                sums["loss"] += loss.item()
-                for key, value in metrics.items():
-                    sums[key] += (value * mask[rows].sum() / mask.sum()).item()
-            grad_norm = torch.nn.utils.clip_grad_norm_(masters, args.max_grad_norm).item()
-            sums["grad_norm"] += grad_norm
-            refused = 0 if isfinite(grad_norm + sums["loss"]) else refused + 1
-            if refused:
-                bar.write(f"step {step}: the gradient is not finite, the update is refused ({refused} in a row)")
-            elif advantages.any():  # else Adam's momentum would move the weights on no signal
-                optimizer.step()
-                copy_masters(masters, model)
-            optimizer.zero_grad()
-
-        # --- log, evaluate, save ---
-        p, entropy = rewards.mean().item(), batch.entropies[mask].mean().item()
-        equal = batch.rewards.amax(1) == batch.rewards.amin(1)
-        means = {key: value / args.updates_per_rollout if isfinite(value) else None for key, value in sums.items()}
-        record = {
-            "step": step, "reward": p, "degenerate_frac": equal.float().mean().item(),
-            "degenerate_iid": p**args.group_size + (1 - p) ** args.group_size,
-            "completion_len": mask.sum(1).float().mean().item(), "truncated_frac": 1 - finished.float().mean().item(),
-            "entropy": entropy if isfinite(entropy) else None, "loss": means["loss"], "grad_norm": means["grad_norm"],
-            "clip_frac": means["clip_frac"], "kl": means["kl"] if reference else None,
-            "learning_rate": learning_rate, "tokens": mask.sum().item(),
-            "seconds_rollout": seconds_rollout, "seconds_update": time.perf_counter() - clock,
-        }
-        log.write(json.dumps(record) + "\n")
-        bar.set_postfix({key: record[key] for key in ("reward", "completion_len", "entropy", "degenerate_frac")})
-        if (step - 1) % args.log_completions_every == 0:
-            bar.write(f"step {step}, reward {rewards[0]:.0f}: {some[0]['question']} | {texts[0]}")
-        silent = 0 if advantages.any() else silent + 1
-        if not finished.any():
-            warnings.warn("every response was cut off before its end: raise --max_new_tokens")
-        if silent == 20 or silent and step == args.steps:
-            warnings.warn(f"{silent} steps of groups all right or all wrong: try other problems or --group_size")
-        if verify_timeouts():
-            warnings.warn("an answer took the verifier too long and counted as wrong")
-        if refused >= 3:
-            raise BadInput("three gradients in a row were not finite: lower --learning_rate, then --resume")
-        if held_out and (step % args.eval_every == 0 or step == args.steps):
-            run_evaluation(step)
-        if step % args.save_every == 0 or step == args.steps:
-            save_checkpoint(folder, step, model, tokenizer, masters, optimizer)
-    print(f"{folder}: metrics.jsonl, eval-*.jsonl, checkpoint-*. Next: go on with --resume --steps N, evaluate the "
-          "newest checkpoint with --resume --steps 0, or diff this script with its neighbours")
+def summarize(batch, sums, step, args, run):
+    """The metrics of one step: means over the prompts, responses or tokens of all processes."""
+    rewards = batch.rewards  # (P, G)
+    tokens = batch.mask.sum().item()
+    difference = (batch.sampled_logps - batch.old_logps).abs()  # (B, T)
+    p = run.mean(rewards)
+    binary = run.mean((rewards == 0) | (rewards == 1)) == 1
+    iid = p**args.group_size + (1 - p) ** args.group_size
+    return {
+        "reward": p,
+        "degenerate_frac": run.mean(rewards.amax(1) == rewards.amin(1)),
+        "degenerate_iid": iid if binary else None,
+        "completion_len": run.mean(batch.mask.sum(1)),
+        "truncated_frac": run.mean(~batch.finished),
+        "entropy": run.mean(batch.entropies[batch.mask]),
+        "sampling_logp_diff": run.mean(difference[batch.mask]),
+        "loss": run.mean(sums["loss"]),
+        "grad_norm": sums["grad_norm"],
+        "clip_frac": run.mean(sums["clip_frac"], tokens),
+        "kl": None if batch.ref_logps is None else run.mean(sums["kl"], tokens),
+        "learning_rate": learning_rate(step, args),
+        "tokens": run.total(tokens),
+    }
 
 
-def parse_args(argv=None):
-    """Args from the command line; without --model the tiny recipe replaces the defaults. A given flag always wins."""
-    parser = HfArgumentParser(Args, allow_abbrev=False, usage="%(prog)s [--flag value ...]   (--help lists the flags)",
-                             description="Without --model the defaults are those of TINY in this script.")
-    if parser.parse_known_args(argv)[0].model is None:
-        parser.set_defaults(**TINY)
-    return Args(**vars(parser.parse_args(argv)))
+def load_problems(tokenizer, args):
+    """Training and held-out problems: rows of the data, each with its "prompt_ids"."""
+    train, held_out = load_splits(tokenizer, args)
+    train = readable_golds(train, args.dataset)  # delete these two lines together with verify
+    held_out = readable_golds(held_out, args.eval_dataset or args.dataset)
+    return train, held_out[: args.eval_problems]
+
+
+def problems_at(problems, places, args):
+    """The problems at these places of the run: every epoch is a new permutation of them all."""
+    chosen = []
+    for place in places:
+        epoch, i = divmod(place, len(problems))
+        order = torch.randperm(len(problems), generator=random_stream(args.seed, "order", epoch))
+        chosen.append(problems[order[i]])
+    return chosen
+
+
+def random_stream(seed, purpose, number):
+    """A generator for one purpose: found again by a resume, and not moved by any other draw."""
+    # Hashed, because torch's CPU generator uses only the low 32 bits of a seed.
+    key = random.Random(f"{seed} {purpose} {number}").getrandbits(32)
+    return torch.Generator().manual_seed(key)
 
 
 if __name__ == "__main__":
-    try:
-        main(parse_args())
-    except (BadInput, OSError) as error:  # OSError: a full disk, for one
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("\ninterrupted: the same command with --resume goes on from the last checkpoint", file=sys.stderr)
-        sys.exit(130)
+    run_script(main, Args, TINY)
