@@ -12,8 +12,8 @@ import pytest
 
 import analysis
 from common import BadInput
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "tools"))
 
 import pack_runs  # noqa: E402
@@ -292,7 +292,7 @@ def test_map_by_hand(tmp_path):
         "slow": ("grpo", 2, "weak", (0.02, 0.1, 0.3)),
         "fast": ("grpo", 2, "weak", (0.04, 0.2, 0.3)),
         "lost": ("sign_grpo", 2, "weak", (0.03, 0.2, 0.0)),
-        "more": ("grpo", 8, "weak", (0.03, 0.4, 0.5)),
+        "more": ("grpo", 16, "weak", (0.03, 0.4, 0.5)),
         "good": ("grpo", 2, "strong", (0.40, 0.8, 0.7)),
     }
     folders = [
@@ -305,7 +305,7 @@ def test_map_by_hand(tmp_path):
     assert table[2] == [
         ["base 3.0 %, G = 2", "grpo", 2, pytest.approx(0.3), 3.0, 0.0, gap, share],
         ["base 3.0 %, G = 2", "sign_grpo", 1, 0.0, None, 1.0, gap, share],
-        ["base 3.0 %, G = 8", "grpo", 1, 0.5, 2.0, 0.0, gap, share],
+        ["base 3.0 %, G = 16", "grpo", 1, 0.5, 2.0, 0.0, gap, share],
         ["base 40.0 %, G = 2", "grpo", 1, 0.7, 0.0, 0.0, gap, share],
     ]
     assert [axis.get_title() for axis in figure.axes] == list(analysis.MAP_PANELS.values())

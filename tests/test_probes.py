@@ -14,7 +14,8 @@ import analysis
 import ep_grpo
 import grpo
 import probes
-from common import BadInput, load_model, parse_args
+from common import BadInput, load_model
+from conftest import parse
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def close_figures():
 @pytest.fixture(scope="module")
 def drawn():
     """The tiny model, its args, and 6 different responses to one problem, two of them right."""
-    args = parse_args(grpo.Args, grpo.TINY, ["--temperature=2.0", "--steps=0"])
+    args = parse("--temperature", 2.0, "--steps", 0)
     model, tokenizer = load_model(args.model, "cpu")
     problems = grpo.load_problems(tokenizer, args)[1][:1]
     batch = next(probes.draw_groups(model, tokenizer, problems, 6, args))
@@ -128,8 +129,7 @@ def test_group_ranks_are_those_of_the_matrices_written_out(drawn):
 # --- EP-GRPO's view ---
 def test_gate_bucket_and_log_ratio_put_together_are_ep_grpos_advantage(drawn):
     model, _, batch = drawn
-    flags = ["--gate_sharpness=1.7", "--buckets=4"]
-    args = parse_args(ep_grpo.Args, ep_grpo.TINY, flags)
+    args = parse("--gate_sharpness", 1.7, "--buckets", 4, script=ep_grpo)
     batch.old_logps, batch.entropies = grpo.score(model, batch, args)
     noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0))
     batch.ref_logps = batch.old_logps + 0.3 * noise

@@ -3,15 +3,14 @@
 import re
 from html import unescape
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
 import analysis
 import side_by_side
 from common import BadInput
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [ROOT / name for name in side_by_side.SCRIPTS]
 MINE = '''"""My own: <b>GRPO</b> with a longer memory.
 
