@@ -222,6 +222,26 @@ def test_degeneracy_and_pass_at_k_by_hand(monkeypatch):
     assert difference[3] == 0 and difference[5:] == ["1 of 1", "1 of 3"]
 
 
+def test_the_error_of_the_difference_from_iid_is_the_jackknifes(monkeypatch):
+    counts = np.random.default_rng(0).binomial(16, 0.8, 60)
+    monkeypatch.setattr(probes, "count_right", lambda options: counts)
+    (table,), _ = run("degeneracy", "--samples", 16, "--groups", 4)
+    shares = np.array([probes.zero_variance_share(16, int(c), 4) for c in counts])
+    gaps = []
+    for i in range(60):  # leave out one problem after the other
+        p = np.delete(counts, i).mean() / 16
+        gaps.append(np.delete(shares, i).mean() - p**4 - (1 - p) ** 4)
+    assert table[2][0][5] == pytest.approx(np.std(gaps) * 59**0.5, rel=0.05)
+
+
+def test_a_responses_share_grows_by_the_power_alpha_of_its_length():
+    (table,), _ = run("share", "--samples", 4, "--problems", 6, "--alphas", 0, 0.5, 1)
+    alphas, weight, _, gradient, _, short, long = map(np.array, zip(*table[2]))
+    assert np.allclose(weight - weight[0], alphas) and np.allclose(gradient - gradient[0], alphas)
+    assert weight[0] - gradient[0] > 0.5  # short, surprising guesses have large gradients here
+    assert short[0] > 1 > long[0] and long[-1] > long[0]
+
+
 @pytest.mark.parametrize(
     "command, message",
     [
