@@ -140,11 +140,12 @@ def test_what_is_equal_is_folded_and_what_differs_is_not():
     assert folded and all('"line both"' in part and "<mark>" not in part for part in folded)
     names = [name for part in folded for name in re.search(": (.*)</summ", part)[1].split(", ")]
     assert {"policy_loss", "main", "rollout"} <= set(names)
-    # Outside the folds there are few equal lines.
-    open_part = re.sub(r"<details>.*?</details>", "", pair, flags=re.DOTALL)
-    rest = open_part.split("The rest of the code")[1].split("The docstrings")[0]
-    changes = rest.count('"line old"') + rest.count('"line new"')
-    assert rest.count('"line equal"') <= 2 * 2 * 2 * max(1, changes)
+    # Around a change two equal lines are shown, above and below it, on the left and on the right.
+    pair = page.split('id="pair-3"')[1].split("</section>")[0]
+    pair = re.sub(r"<details>.*?</details>", "", pair, flags=re.DOTALL)
+    rest = pair.split("The rest of the code")[1].split("The docstrings")[0]
+    hunks = rest.count('<div class="two">') - rest.count('<div class="same">')
+    assert hunks >= 1 and 0 < rest.count('"line equal"') <= 8 * hunks
 
 
 def test_the_words_that_differ_are_marked(tmp_path):
