@@ -14,7 +14,7 @@ A RUN is a run's folder, or a .jsonl file with many runs, such as docs/runs/tiny
 commands take `--model`: a hub name, a folder, or a run. A run stands for its latest checkpoint and
 brings its own problems and flags. Without `--model` they use the tiny model in tests/tiny.
 
-Every command prints a table and draws one picture in runs/ (choose another with `--output`).
+All commands but `diff` print tables and draw one picture, in runs/ unless `--output` is given.
 Standard errors are over problems, standard deviations over seeds.
 """
 
@@ -650,9 +650,9 @@ def parse_options(argv=None):
         return command
 
     curves = add_logs("curves", draw_curves)
-    curves.add_argument("--keys", default=",".join(PANELS), help="logged numbers, with commas")
-    curves.add_argument("--smooth", type=positive, default=5, help="steps in a running mean")
-    curves.add_argument("--against", default="grpo", help="script to compare the others with")
+    curves.add_argument("--keys", default=",".join(PANELS), help="logged numbers (default: six)")
+    curves.add_argument("--smooth", type=positive, default=5, help="steps per mean (default: 5)")
+    curves.add_argument("--against", default="grpo", help="script to compare with (grpo)")
     lengths = add_logs("lengths", draw_lengths)
     lengths.add_argument("--long", type=positive, help="tokens (default: the base's mean length)")
     add_logs("map", draw_map)

@@ -41,16 +41,18 @@ def add_commands(add):
         several = {"nargs": "+", "required": True} if name == "passk" else {}
         command.add_argument("--model", **several, help="hub name, folder, or run; the base first")
         command.add_argument("--eval_dataset", "--dataset", help="problems (default: the run's)")
-        command.add_argument("--problems", type=int, default=problems, help="their number")
-        command.add_argument("--samples", type=int, default=samples, help="responses per problem")
+        text = "number of problems (default: %(default)s)"
+        command.add_argument("--problems", type=int, default=problems, help=text)
+        text = "responses per problem (default: %(default)s)"
+        command.add_argument("--samples", type=int, default=samples, help=text)
         for flag, kind in FLAGS.items():
             command.add_argument(f"--{flag}", type=kind, help="as in grpo.py")
         if name in ("degeneracy", "rank"):
-            sizes = [2, 4, 8, 16]
-            command.add_argument("--groups", type=int, nargs="+", default=sizes, help="group sizes")
+            sizes = {"nargs": "+", "default": [2, 4, 8, 16], "help": "sizes (default: 2 4 8 16)"}
+            command.add_argument("--groups", type=int, **sizes)
         if name == "share":
-            alphas = [0.0, 0.25, 0.5, 0.75, 1.0]
-            command.add_argument("--alphas", type=float, nargs="+", default=alphas, help="values")
+            alphas = {"nargs": "+", "default": [0.0, 0.25, 0.5, 0.75, 1.0], "help": "values"}
+            command.add_argument("--alphas", type=float, **alphas)
         if name == "tokens":
             command.add_argument("--reference", help="the model before training")
             command.add_argument("--row", type=int, help="response (default: the longest)")
