@@ -28,12 +28,10 @@ from subprocess import DEVNULL, PIPE, Popen
 # Before torch is imported: otherwise the growing cache of a rollout strands tens of GB on a GPU.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
-import peft
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from datasets import load_dataset
-from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -67,30 +65,38 @@ def load_model(name, device=None, trainable=True, lora_rank=0, seed=0):
     adapters is loaded as its base model plus adapters. Raises BadInput if that is not possible.
     """
     device = find_device(device)
-    name = str(name)
     adapters = Path(name, "adapters")
-    config = None
+    base = str(name)
     if adapters.is_dir():
-        config = peft.LoraConfig.from_pretrained(adapters)
-        name = locate(config.base_model_name_or_path)
-        if trainable and config.r != lora_rank:
-            raise BadInput(f"{adapters} has rank {config.r}: use --lora_rank {config.r}")
-    elif trainable and lora_rank > 0:
-        config = peft.LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
-        config.base_model_name_or_path = portable(name)
+        saved = json.loads((adapters / "adapter_config.json").read_text())
+        base = locate(saved["base_model_name_or_path"])
+        if trainable and saved["r"] != lora_rank:
+            raise BadInput(f"{adapters} has rank {saved['r']}: use --lora_rank {saved['r']}")
     with local_rank_0_first():
-        model, tokenizer = load_pretrained(name, DTYPES[device.type])
-    model.to(device).requires_grad_(trainable)
-    if config is not None:
-        torch.manual_seed(seed)
-        peft.inject_adapter_in_model(config, model)
-        if adapters.is_dir():
-            weights = load_file(adapters / "adapter_model.safetensors")
-            weights = {key.removeprefix(PEFT_PREFIX): weight for key, weight in weights.items()}
-            peft.set_peft_model_state_dict(model, weights)
-        if not trainable:
-            model.requires_grad_(False)
+        model, tokenizer = load_pretrained(base, DTYPES[device.type])
+    model.to(device)
+    if adapters.is_dir() or trainable and lora_rank > 0:
+        add_adapters(model, base, adapters, lora_rank, seed)
+    if not trainable:
+        model.requires_grad_(False)
     return model.eval(), tokenizer
+
+
+def add_adapters(model, base, saved, lora_rank, seed):
+    """Put adapters into every linear layer but the head: saved ones, else new ones (B is 0)."""
+    import peft  # here, because it takes three seconds
+
+    if saved.is_dir():
+        config = peft.LoraConfig.from_pretrained(saved)
+    else:
+        config = peft.LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
+        config.base_model_name_or_path = portable(base)
+    torch.manual_seed(seed)
+    peft.inject_adapter_in_model(config, model)
+    if saved.is_dir():
+        weights = load_file(saved / "adapter_model.safetensors")
+        weights = {key.removeprefix(PEFT_PREFIX): weight for key, weight in weights.items()}
+        peft.set_peft_model_state_dict(model, weights)
 
 
 def find_device(name):
@@ -148,7 +154,9 @@ def save_model(model, tokenizer, folder):
     model.config, tokenizer.pad_token = now
     if hasattr(model, "peft_config"):
         model.peft_config["default"].save_pretrained(folder / "adapters")
-        weights = peft.get_peft_model_state_dict(model)
+        from peft import get_peft_model_state_dict  # already loaded, by add_adapters
+
+        weights = get_peft_model_state_dict(model)
         weights = {PEFT_PREFIX + key: weight.contiguous() for key, weight in weights.items()}
         save_file(weights, folder / "adapters/adapter_model.safetensors")
 
@@ -175,7 +183,7 @@ def load_reference(model, args):
     if args.lora_rank == 0 or Path(args.model, "adapters").is_dir():
         return load_model(args.model, args.device, trainable=False)[0]
     reference = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
-    layers = [(key, x) for key, x in reference.named_modules() if isinstance(x, LoraLayer)]
+    layers = [(key, x) for key, x in reference.named_modules() if hasattr(x, "base_layer")]
     for key, layer in layers:
         reference.set_submodule(key, layer.base_layer)
     return reference
@@ -451,7 +459,7 @@ def last_hidden_states(model, ids, attention_mask, cache=None):
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)  # left padding shifts no position
     return model.get_decoder()(
         input_ids=ids, attention_mask=attention_mask, position_ids=positions[:, -ids.shape[1] :],
-        past_key_values=cache, use_cache=cache is not None).last_hidden_state
+        cache=cache, use_cache=cache is not None).last_hidden_state
 
 
 def next_token_logits(model, ids, attention_mask, cache):
@@ -894,7 +902,8 @@ def readable_golds(rows, source):
         except BadInput as error:
             reasons.append(f"row {number}: {error}")
     if reasons:
-        found = f"{source}: {len(reasons)} of {len(rows)} rows lack a readable answer ({reasons[0]})"
+        share = f"{len(reasons)} of {len(rows)} rows"
+        found = f"{source}: {share} lack a readable answer ({reasons[0]})"
         if len(reasons) * 10 >= len(rows):
             raise BadInput(f"{found}; needed: answer|solution, columns: {list(rows[0])}")
         say(f"{found}: dropped")
@@ -992,11 +1001,13 @@ class Run:
             copy = self.folder / self.script.name
             if copy.exists() and copy.read_text() != self.script.read_text():
                 say(f"{copy.name} was edited: the run's copy of it is replaced")
-        other = [Path(str(self.config[key])).stem for key in EVALUATION if key in changed]
+        other = [f"{key[5:]}-{self.config[key]}" for key in EVALUATION if key in changed]
+        if "eval_dataset" in changed:
+            other[0] = Path(str(self.args.eval_dataset)).stem
         self.config |= {key: old.get(key) for key in EVALUATION}  # the run keeps its own
         checkpoint, step = find_checkpoint(self.folder, self.args.steps > 0)
         if 0 < self.args.steps < step:
-            raise BadInput(f"{self.folder} is at step {step}: --steps must be more, or 0 to evaluate")
+            raise BadInput(f"{self.folder} is at step {step}: give more --steps, or 0 to evaluate")
         return checkpoint, step, "-".join(other)
 
     def restore(self, optimizer):
@@ -1052,7 +1063,7 @@ class Run:
         return sum(self.gather([value]))
 
     def mean(self, values, count=1):
-        """The mean of a tensor over all processes, or of a number that is already a sum of count."""
+        """The mean of a tensor over all processes, or of a number that is a sum of count values."""
         if torch.is_tensor(values):
             count = values.numel()
             values = values.double().sum().item()
@@ -1096,7 +1107,7 @@ class Run:
         self.silent = self.silent + 1 if metrics["grad_norm"] == 0 else 0
         self.skipped = 0 if is_finite(metrics["grad_norm"]) else self.skipped + 1
         if self.skipped > 0:
-            say(f"step {step}: the gradient is not finite, update skipped ({self.skipped} in a row)")
+            say(f"step {step}: gradient not finite, update skipped ({self.skipped} in a row)")
         if self.skipped == 3 or not is_finite(metrics["sampling_logp_diff"]):
             raise BadInput("the model has diverged: lower --learning_rate, then --resume")
         if self.rank > 0:
@@ -1274,22 +1285,27 @@ def run_script(main, Args, TINY):
     args = parse_args(Args, TINY)
     for stream in sys.stdout, sys.stderr:
         stream.reconfigure(errors="replace")  # where the console cannot show a character
-    code = 2
     try:
         start_process(args.device)
-        return main(args)
+        main(args)
+        return
     except KeyboardInterrupt:
         code = 130
         message = "interrupted: add --resume to continue from the last checkpoint"
-    except torch.OutOfMemoryError:
-        message = "error: the GPU is full: lower --micro_batch_tokens, or add --lora_rank"
-    except (BadInput, OSError) as error:  # OSError: for example a full disk
+        if world()[0] > 0:
+            message = ""
+    except Exception as error:
+        known = isinstance(error, (BadInput, OSError, torch.OutOfMemoryError))  # OSError: full disk
+        if world()[0] > 0 or world()[1] > 1 and not known:
+            time.sleep(5)  # if another process is the cause, torchrun ends this one meanwhile
+        if not known:
+            raise
+        code = 2
         message = f"error: {error}"
+        if isinstance(error, torch.OutOfMemoryError):
+            message = "error: the GPU is full: lower --micro_batch_tokens, or add --lora_rank"
     finally:
-        rank = world()[0]
         if dist.is_initialized():
             dist.destroy_process_group()
-    if rank > 0:
-        time.sleep(5)  # where rank 0 says the same, torchrun has ended this process by then
-    print(message, file=sys.stderr)
+    print(message, end="\n" * bool(message), file=sys.stderr)
     sys.exit(code)

@@ -1,17 +1,21 @@
-r"""Make tests/tiny: a small pretrained model and its problems, the offline default of every script here.
+r"""Make tests/tiny: a small pretrained model and its problems, the offline default of every script.
 
-The task is to add 2 to 4 digits: the question is `3+8+4=`, the answer `15`. The model is a Qwen2 with 0.3 M parameters
-that reads one character at a time. It is pretrained on demonstrations of three kinds, mixed so that it knows the right
-way without taking it often enough, which leaves reinforcement learning with a verifiable reward something to do:
+The task is to add 2 to 4 digits: the question is `3+8+4=`, the answer `15`. The model is a Qwen2
+with 0.3 M parameters that reads one character at a time. It is pretrained on demonstrations of four
+kinds, so that it knows the right way but does not take it often enough. That leaves reinforcement
+learning something to do.
 
-    step by step   3+8=11;11+4=15;\boxed{15}   always right
-    direct         \boxed{21}                  a guess, mostly wrong
-    careless       3+8=11;\boxed{11}           step by step with the last term dropped, mostly wrong
+    exact       3+8=11;11+4=15;\boxed{15}              step by step, always right
+    guess       \boxed{21}                             mostly wrong
+    careless    3+8=11;\boxed{11}                      the last term dropped, mostly wrong
+    rambling    3+8=11;3+8=11;3+8=11;\boxed{21}        the first step 2 to 5 times, then a guess
 
-    python tests/make_tiny.py            # rewrites tests/tiny: about 0.4 right when sampled at temperature 1
-    python tests/make_tiny.py --weak     # writes tests/tiny-weak: about 0.1 right, which learns more slowly
+    python tests/tools/make_tiny.py                      tests/tiny: 0.4 right when sampled at T = 1
+    python tests/tools/make_tiny.py --weak               tests/tiny-weak: 0.1 right
+    python tests/tools/make_tiny.py --rambling           tests/tiny-rambling: 0.26 right, wordy
+    python tests/tools/make_tiny.py --exact 0.02 --guess_up_to 299 --out FOLDER      a base of 2 %
 
-Seeded: the same machine writes the same files. It takes about two and a half minutes on one CPU core.
+Seeded: the same machine writes the same files. It takes about two and a half minutes on one core.
 """
 
 import argparse
@@ -34,13 +38,14 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).resolve().parent.parent
 TRAIN_PROBLEMS, TEST_PROBLEMS = 2000, 256
 STEPS, BATCH, LEARNING_RATE = 1500, 64, 2e-3
 
-# Share of the demonstrations that are step by step and direct; the rest is careless.
-MIX = (0.40, 0.45)
-WEAK_MIX = (0.07, 0.78)
+# Shares of the demonstrations by kind.
+MIX = {"exact": 0.40, "guess": 0.45, "careless": 0.15}
+WEAK = {"exact": 0.07, "guess": 0.78, "careless": 0.15}
+RAMBLING = {"exact": 0.30, "guess": 0.35, "rambling": 0.35}
 
 # Ids 0 to 255 are the bytes, so the id of an ASCII character is its code.
 BOXED_ID, EOS_ID, PAD_ID = 256, 257, 258
@@ -73,16 +78,20 @@ def step_by_step(terms):
     return text + f"\\boxed{{{total}}}"
 
 
-def demonstration(terms, mix, rng):
-    exact, direct = mix
-    draw = rng.random()
-    if draw < exact:
+def demonstration(terms, mix, highest, rng):
+    """A response to learn from; guesses go up to `highest`, or to 9 per term where it is None."""
+    kind = rng.choices(list(mix), mix.values())[0]
+    # The usual guess knows how many terms there are: 3 to 5 % of these are right by luck.
+    guess = f"\\boxed{{{rng.randint(0, highest or 9 * len(terms))}}}"
+    if kind == "exact":
         return step_by_step(terms)
-    if draw < exact + direct:
-        # The guess knows how many terms there are, not what they are: 3 to 5 % of the guesses are right by luck.
-        return f"\\boxed{{{rng.randint(0, 9 * len(terms))}}}"
-    # Right only where the last term is 0. Dropping a term in the middle instead teaches copying mistakes, and the exact
-    # chains then make them too.
+    if kind == "guess":
+        return guess
+    if kind == "rambling":
+        first, second = terms[:2]
+        return f"{first}+{second}={first + second};" * rng.randint(2, 5) + guess
+    # Right only where the last term is 0. Dropping a term in the middle instead teaches copying
+    # mistakes, and the exact chains then make them too.
     return step_by_step(terms[:-1])
 
 
@@ -143,7 +152,7 @@ def make_model():
     return Qwen2ForCausalLM(config)
 
 
-def pretrain(model, tokenizer, held_out, mix, steps, rng):
+def pretrain(model, tokenizer, held_out, mix, highest, steps, rng):
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
     model.train()
@@ -154,7 +163,7 @@ def pretrain(model, tokenizer, held_out, mix, steps, rng):
             question = question_of(terms)
             if question in held_out:
                 continue
-            prompt, response = tokenizer.encode(question), tokenizer.encode(demonstration(terms, mix, rng))
+            prompt, response = tokenizer.encode(question), tokenizer.encode(demonstration(terms, mix, highest, rng))
             rows.append((prompt + response + [EOS_ID], len(prompt)))
         longest = max(len(ids) for ids, _ in rows)
         input_ids = torch.tensor([ids + [PAD_ID] * (longest - len(ids)) for ids, _ in rows])
@@ -221,13 +230,26 @@ def accuracy(folder, samples=4):
 
 def main():
     parser = argparse.ArgumentParser(description="Make the tiny pretrained model and its problems.")
-    parser.add_argument("--weak", action="store_true", help="a base that is right about one time in ten")
-    parser.add_argument("--out", type=Path, help="folder to write (default: tests/tiny or tests/tiny-weak)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the problems and of the pretraining")
+    parser.add_argument("--weak", action="store_true", help="a base that is right one time in ten")
+    parser.add_argument("--rambling", action="store_true", help="a base that likes long responses")
+    parser.add_argument("--exact", type=float, help="share of exact demonstrations; the rest guess")
+    parser.add_argument("--guess_up_to", type=int, help="highest guess (default: 9 per term)")
+    parser.add_argument("--out", type=Path, help="folder to write (default: tests/tiny[-...])")
+    parser.add_argument("--seed", type=int, default=0, help="seed of problems and pretraining")
     parser.add_argument("--steps", type=int, default=STEPS, help="pretraining steps")
     args = parser.parse_args()
-    out = args.out or TESTS / ("tiny-weak" if args.weak else "tiny")
-    mix = WEAK_MIX if args.weak else MIX
+    name = "tiny"
+    mix = MIX
+    if args.weak:
+        name = "tiny-weak"
+        mix = WEAK
+    if args.rambling:
+        name = "tiny-rambling"
+        mix = RAMBLING
+    if args.exact is not None:
+        name = f"tiny-{args.exact:g}"
+        mix = {"exact": args.exact, "guess": 1 - args.exact}
+    out = args.out or TESTS / name
 
     start = time.time()
     torch.set_num_threads(1)  # sums in another order would be another model
@@ -236,7 +258,7 @@ def main():
     train, test = make_problems(rng)
     tokenizer, model = make_tokenizer(), make_model()
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(train)} + {len(test)} problems")
-    pretrain(model, tokenizer, {question_of(terms) for terms in test}, mix, args.steps, rng)
+    pretrain(model, tokenizer, {question_of(terms) for terms in test}, mix, args.guess_up_to, args.steps, rng)
     save(out, model, tokenizer, train, test)
 
     questions = [question_of(terms) for terms in train + test]
