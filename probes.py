@@ -82,7 +82,7 @@ def set_up(options, script=grpo, name=None, run=None, trainable=True):
     if options.samples < 2 or options.problems < 1:
         raise BadInput("--samples must be at least 2, and --problems at least 1")
     path, own = find_model(name or options.model)
-    known = {field.name for field in dataclasses.fields(script.Args)} - {"resume", "output_dir"}
+    known = {field.name for field in dataclasses.fields(script.Args)}
     flags = {key: value for key, value in (run or own).items() if key in known}
     given = {key: getattr(options, key) for key in (*FLAGS, "eval_dataset")}
     flags |= {key: value for key, value in given.items() if value is not None}

@@ -108,22 +108,22 @@ def test_group_ranks_are_those_of_the_matrices_written_out(drawn):
     found = probes.group_ranks(model, batch, [2, 3], args)
     assert [x is None for x in found[2]] == [False, False, True]  # rewards 1 0 | 1 0 | 0 0
     assert [x is None for x in found[3]] == [False, True]  # 1 0 1 | 0 0 0
-    rows = slice(0, 3)
-    part = grpo.Batch(
-        rewards=batch.rewards[:, rows], mask=batch.mask[rows], input_ids=batch.input_ids[rows],
-        attention_mask=batch.attention_mask[rows])  # fmt: skip
-    both = grpo.compute_advantages(part, args) * grpo.compute_weights(part, args)
-    parameters = probes.trained_weights(model)
-    gradients = [
-        probes.response_gradient(model, part, i, both, parameters, args) for i in range(3)
-    ]
-    matrix = torch.stack([torch.cat([g.flatten() for g in row]) for row in gradients])
-    summed = [sum(parts) for parts in zip(*gradients)]
-    matrices = [g.double() for g in summed if g.dim() == 2]
-    by_weight = [probes.effective_ranks(torch.linalg.svdvals(g)) for g in matrices]
-    expected = [*probes.effective_ranks(torch.linalg.svdvals(matrix.double()))]
-    expected += list(np.mean(by_weight, 0))
-    assert found[3][0] == pytest.approx(expected, rel=1e-3)
+    for rows, ranks in (slice(0, 3), found[3][0]), (slice(2, 4), found[2][1]):
+        part = grpo.Batch(
+            rewards=batch.rewards[:, rows], mask=batch.mask[rows], input_ids=batch.input_ids[rows],
+            attention_mask=batch.attention_mask[rows])  # fmt: skip
+        both = grpo.compute_advantages(part, args) * grpo.compute_weights(part, args)
+        weights = probes.trained_weights(model)
+        gradients = [
+            probes.response_gradient(model, part, i, both, weights, args)
+            for i in range(len(part.mask))
+        ]
+        matrix = torch.stack([torch.cat([g.flatten() for g in row]) for row in gradients])
+        summed = [sum(parts) for parts in zip(*gradients)]
+        matrices = [g.double() for g in summed if g.dim() == 2]
+        by_weight = [probes.effective_ranks(torch.linalg.svdvals(g)) for g in matrices]
+        expected = [*probes.effective_ranks(torch.linalg.svdvals(matrix.double()))]
+        assert ranks == pytest.approx(expected + list(np.mean(by_weight, 0)), rel=1e-3)
 
 
 # --- EP-GRPO's view ---
