@@ -12,7 +12,6 @@ import functools
 import inspect
 import json
 import math
-import numbers
 import os
 import re
 import shutil
@@ -38,7 +37,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers import HfArgumentParser, PreTrainedConfig, logging
+from transformers import DynamicCache, HfArgumentParser, PreTrainedConfig, logging
 
 ROOT = Path(__file__).resolve().parent
 
@@ -53,7 +52,7 @@ def first_line(error):
 
 # --- models: loading, saving, prompts, checks at the start ---
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-PROMPT_DATE = datetime.date(2024, 7, 26)  # for chat templates that write today's date
+PROMPT_DATE = "26 Jul 2024"  # where a chat template writes today's date (Llama 3.2, Granite)
 PEFT_PREFIX = "base_model.model."  # of the names in peft's files
 
 
@@ -206,10 +205,12 @@ def stop_token_ids(model, tokenizer, args):
 
 def render(tokenizer, chat, args, **options):
     """A chat as text, by the tokenizer's template and the variables of --chat_template_kwargs."""
-    options = {"strftime_now": PROMPT_DATE.strftime, **options}
     options |= json.loads(args.chat_template_kwargs)
+    date = f"{{% macro strftime_now(format) %}}{PROMPT_DATE}{{% endmacro %}}"
     try:
-        return tokenizer.apply_chat_template(chat, tokenize=False, **options)
+        template = date + tokenizer.get_chat_template()
+        return tokenizer.apply_chat_template(
+            chat, chat_template=template, tokenize=False, **options)
     except Exception as error:  # raised by the template or its syntax
         raise BadInput(f"the tokenizer's chat template fails: {first_line(error)}") from error
 
@@ -269,17 +270,24 @@ def check_model(model, problems, args):
     largest = max((max(problem["prompt_ids"]) for problem in problems), default=0)
     if largest >= known:
         raise BadInput(f"a prompt contains token id {largest}, but {args.model} knows only {known}")
+    # The plain model beside what rollout does, here with two columns of padding and a cached token.
     ids = torch.arange(1, 9, device=model.device)[None]
+    mask = (ids > 2).long()
     try:
-        theirs = model(ids, use_cache=False).logits[0].float()  # (8, V)
-        ours = head_logits(model, last_hidden_states(model, ids, torch.ones_like(ids))[0])
+        theirs = model(ids[:, 2:], use_cache=False).logits[0].float()  # (6, V)
+        cache = DynamicCache(config=model.config)
+        prompt = last_hidden_states(model, ids[:, :7], mask[:, :7], cache)[0, 2:]
+        token = last_hidden_states(model, ids[:, 7:], mask, cache)[0]
+        ours = head_logits(model, torch.cat([prompt, token]))
     except Exception as error:
         raise BadInput(f"{name} cannot be used here: {first_line(error)}") from error
-    if not ours.isfinite().all():
-        raise BadInput(f"the logits of {args.model} are not finite: its weights are damaged")
-    tolerance = 1e-3 if model.dtype == torch.float32 else 0.03  # bf16 models scale and cap in bf16
-    if ours.shape != theirs.shape or (ours - theirs).abs().max() > tolerance * theirs.std():
-        raise BadInput(f"{name} computes its logits in a way that common.py does not know")
+    if not all(x.isfinite().all() for x in (ours, *model.parameters())):
+        raise BadInput(f"the weights or logits of {args.model} are not finite: it is damaged")
+    # Healthy models differ by at most 1e-4 of the spread in float32 and 0.02 in bf16.
+    limit = theirs.std() * (1e-3 if model.dtype == torch.float32 else 0.3)
+    if ours.shape != theirs.shape or not (ours - theirs).abs().max() <= limit:  # NaN too
+        uses = "computes logits, or uses cache or padding,"
+        raise BadInput(f"{name} {uses} in a way that common.py does not know")
 
 
 def check_sampling(batch):
@@ -302,16 +310,20 @@ def check_sampling(batch):
 def check_rewards(rewards):
     """Raise BadInput for what compute_reward returned and is not a finite number."""
     for reward in rewards:
-        if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+        try:
+            finite = math.isfinite(reward)
+        except (TypeError, ValueError, RuntimeError):
+            finite = False
+        if not finite:
             raise BadInput(f"compute_reward returned {reward!r}, which is not a finite number")
 
 
 def check_shapes(advantages, weights, mask):
     """Raise BadInput for a result of the algorithm that is not (B, T), as the mask."""
     for name, x in ("compute_advantages", advantages), ("compute_weights", weights):
-        if x.shape != mask.shape:
-            shapes = f"{tuple(x.shape)}; the mask has {tuple(mask.shape)}"
-            raise BadInput(f"{name} returned a tensor of shape {shapes}")
+        found = f"shape {tuple(x.shape)}" if torch.is_tensor(x) else repr(x)
+        if found != f"shape {tuple(mask.shape)}":
+            raise BadInput(f"{name} returned {found}, but the mask has shape {tuple(mask.shape)}")
 
 
 # --- the optimizer: float32 weights, and the processes of torchrun ---
@@ -819,8 +831,8 @@ BENCHMARKS = {  # short names, for evaluation only: hub name[:configuration] and
     "aime25": ("math-ai/aime25", "test"),
 }
 # With another one of these, a resume would not be the same run; other flags may change.
-FIXED = """script model dataset instruction chat_template_kwargs date seed lora_rank prompts_per_step
-    group_size max_prompt_tokens""".split()
+FIXED = """script model dataset instruction chat_template_kwargs date seed lora_rank
+    prompts_per_step group_size max_prompt_tokens""".split()
 EVALUATION = ("eval_dataset", "eval_temperature", "eval_problems", "eval_samples")
 
 
@@ -885,10 +897,11 @@ def load_rows(source, split):
         row["question"] = row.get(column)
         row.setdefault("answer", row.get("solution"))
         try:
-            as_chat(row["question"])[-1]["content"].strip()[0].encode()
-        except (AttributeError, IndexError, KeyError, TypeError, UnicodeError) as error:
-            text = f"the {column} {str(row['question'])[:60]!r} is not text"
-            raise BadInput(f"{path}, {split} row {number}: {text}") from error
+            text = "".join(turn["content"] for turn in as_chat(row["question"]))
+            assert text.encode().strip()  # raises for a lone surrogate
+        except (AssertionError, LookupError, TypeError, UnicodeError) as error:
+            shown = f"the {column} {str(row['question'])[:60]!r} is not text"
+            raise BadInput(f"{path}, {split} row {number}: {shown}") from error
     return rows
 
 
@@ -896,11 +909,11 @@ def readable_golds(rows, source):
     """The rows with an answer that verify can read. BadInput where a tenth of them have none."""
     readable = []
     reasons = []
-    for number, row in enumerate(rows, 1):
+    for row in rows:
         try:
             readable.append(row | {"answer": gold_answer(row["answer"])})
         except BadInput as error:
-            reasons.append(f"row {number}: {error}")
+            reasons.append(f"{str(row['question'])[:60]!r}: {error}")
     if reasons:
         share = f"{len(reasons)} of {len(rows)} rows"
         found = f"{source}: {share} lack a readable answer ({reasons[0]})"
@@ -916,7 +929,7 @@ def load_splits(tokenizer, args):
     train = load_rows(args.dataset, "train") if args.steps > 0 else []
     held_out = []
     if args.eval_dataset or not args.dataset.lower().endswith(".jsonl"):
-        held_out = load_rows(source, "test")
+        held_out = add_prompts(load_rows(source, "test"), tokenizer, args)
     if not held_out:
         if args.eval_dataset or args.steps == 0:
             raise BadInput(f"{source} has no held-out problems: name some by --eval_dataset")
@@ -925,7 +938,7 @@ def load_splits(tokenizer, args):
     if 0 < args.steps and len(train) < args.prompts_per_step:
         few = f"fewer than --prompts_per_step {args.prompts_per_step}"
         raise BadInput(f"{args.dataset} has {len(train)} usable prompts, {few}")
-    return train, add_prompts(held_out, tokenizer, args)
+    return train, held_out
 
 
 def add_prompts(rows, tokenizer, args):
@@ -953,7 +966,7 @@ class Run:
         self.folder = Path(args.output_dir or f"runs/{self.script.stem}")
         self.rank, self.processes = world()
         check_flags(args, self.processes)
-        self.config = {"script": self.script.stem, **vars(args), "date": str(PROMPT_DATE)}
+        self.config = {"script": self.script.stem, **vars(args), "date": PROMPT_DATE}
         for key in "model", "dataset", "eval_dataset":
             self.config[key] = portable(self.config[key])
         found = [self.claim() if self.rank == 0 else None]
@@ -969,6 +982,8 @@ class Run:
 
     def claim(self):
         """(checkpoint, step, name of the evaluation), or BadInput where the folder is not free."""
+        if self.args.resume and not (self.folder / "config.json").exists():
+            raise BadInput(f"--resume: there is no run in {self.folder}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.folder / ".lock", "w")
@@ -984,8 +999,6 @@ class Run:
             return None, 0, ""
         try:
             old = dict(json.loads((self.folder / "config.json").read_text()))
-        except FileNotFoundError as error:
-            raise BadInput(f"--resume: there is no run in {self.folder}") from error
         except (TypeError, ValueError) as error:
             raise BadInput(f"--resume: cannot read {self.folder}/config.json: {error}") from error
         changed = {
@@ -1003,7 +1016,7 @@ class Run:
                 say(f"{copy.name} was edited: the run's copy of it is replaced")
         other = [f"{key[5:]}-{self.config[key]}" for key in EVALUATION if key in changed]
         if "eval_dataset" in changed:
-            other[0] = Path(str(self.args.eval_dataset)).stem
+            other[0] = Path(self.args.eval_dataset or self.args.dataset).stem
         self.config |= {key: old.get(key) for key in EVALUATION}  # the run keeps its own
         checkpoint, step = find_checkpoint(self.folder, self.args.steps > 0)
         if 0 < self.args.steps < step:
@@ -1017,13 +1030,15 @@ class Run:
         return optimizer
 
     def begin(self):
-        """Drop the lines past the checkpoint, as these steps come again; write config and script."""
+        """Drop the lines of steps that come again; write config.json and a copy of the script."""
         metrics = self.folder / "metrics.jsonl"
+        last = self.first_step - 1 if self.checkpoint else -1
+        if self.args.steps == 0:
+            last = math.inf  # an evaluation only adds a line
         kept = []
-        for line in metrics.read_text().splitlines() if self.checkpoint else []:
-            if not line.endswith("}") or json.loads(line)["step"] >= self.first_step:
-                break  # a kill can leave half a line
-            kept.append(line + "\n")
+        for line in metrics.read_text().splitlines() if metrics.exists() else []:
+            if line.endswith("}") and json.loads(line)["step"] <= last:  # a kill leaves half a line
+                kept.append(line + "\n")
         replace_file(metrics, "".join(kept))
         if self.args.steps > 0 or not self.args.resume:
             replace_file(self.folder / "config.json", json.dumps(self.config, indent=2))
@@ -1239,7 +1254,7 @@ def load_state(folder):
         raise BadInput(f"not enough memory for {path}: {first_line(error)}") from error
 
 
-def arg(default, help, at_least=None, at_most=None):
+def arg(default, help, at_least=-math.inf, at_most=math.inf):
     """A field of Args: a flag with its help text and bounds."""
     metadata = {"help": help, "at_least": at_least, "at_most": at_most}
     return dataclasses.field(default=default, metadata=metadata)
@@ -1249,10 +1264,11 @@ def check_flags(args, processes):
     """Raise BadInput for a flag outside its bounds."""
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
-        least, most = field.metadata["at_least"], field.metadata["at_most"]
-        if None not in (value, least) and not value >= least:  # not <, for NaN
+        if isinstance(value, (int, float)) and not value >= field.metadata["at_least"]:  # NaN too
+            least = field.metadata["at_least"]
             raise BadInput(f"--{field.name} must be at least {least}, not {value}")
-        if None not in (value, most) and not value <= most:
+        if isinstance(value, (int, float)) and value > field.metadata["at_most"]:
+            most = field.metadata["at_most"]
             raise BadInput(f"--{field.name} must be at most {most}, not {value}")
     if args.prompts_per_step % processes:
         raise BadInput(f"--prompts_per_step must be divisible by the {processes} processes")
@@ -1307,5 +1323,6 @@ def run_script(main, Args, TINY):
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    print(message, end="\n" * bool(message), file=sys.stderr)
+    if message:
+        tqdm.write(message, file=sys.stderr)  # below the progress bar
     sys.exit(code)

@@ -224,7 +224,9 @@ def update(model, optimizer, batch, advantages, weights, step, args):
                 sums[name] += (value * mask.sum()).item()
         # Without any advantage there is no signal, and Adam's momentum must not move the weights.
         sums["grad_norm"] += optimizer.step(learning_rate(step, args), not advantages.any())
-    return {name: value / args.updates_per_rollout for name, value in sums.items()}
+    for name in sums:
+        sums[name] /= args.updates_per_rollout
+    return sums
 
 
 def sample(logits, uniforms, temperature):

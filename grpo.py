@@ -119,7 +119,7 @@ def compute_advantages(batch, args):
 def compute_weights(batch, args):
     """How much each token counts in the loss, (B, T) float32, 0 off the mask."""
     lengths = batch.mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
-    return batch.mask / lengths / len(batch.mask)  # (B, T) mean over a response, then the batch
+    return batch.mask / lengths / len(batch.mask)  # (B, T) mean over L, then over B
 
 
 # --- the same in all five scripts from here on ---
@@ -229,7 +229,9 @@ def update(model, optimizer, batch, advantages, weights, step, args):
                 sums[name] += (value * mask.sum()).item()
         # Without any advantage there is no signal, and Adam's momentum must not move the weights.
         sums["grad_norm"] += optimizer.step(learning_rate(step, args), not advantages.any())
-    return {name: value / args.updates_per_rollout for name, value in sums.items()}
+    for name in sums:
+        sums[name] /= args.updates_per_rollout
+    return sums
 
 
 def sample(logits, uniforms, temperature):

@@ -40,7 +40,7 @@ def together(count, script, *flags):
 
 def said(errors):
     """The sentences of the scripts among what torchrun prints."""
-    return [line for line in errors.splitlines() if re.match("error: |interrupted", line)]
+    return re.findall("(?:error: |interrupted).*", errors)
 
 
 CASES = {
