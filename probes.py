@@ -15,7 +15,14 @@ import length_alpha
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import BadInput, checkpoints, load_model, parse_args, token_logps_and_entropies
+from common import (
+    BadInput,
+    check_flags,
+    checkpoints,
+    load_model,
+    parse_args,
+    token_logps_and_entropies,
+)
 from tqdm import tqdm
 
 FLAGS = {  # the scripts' flags that can be given here too
@@ -91,11 +98,7 @@ def set_up(options, script=grpo, name=None, run=None, trainable=True):
         del flags["model"]  # so that its own settings are the defaults
     argv = [f"--{key}={value}" for key, value in flags.items() if value is not None]
     args = parse_args(script.Args, script.TINY, argv)
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        least = field.metadata["at_least"]
-        if value is not None and least is not None and not value >= least:
-            raise BadInput(f"--{field.name} must be at least {least}, not {value}")
+    check_flags(args, 1)
     rank = args.lora_rank
     model, tokenizer = load_model(args.model, args.device, trainable, rank, args.seed)
     _, problems = script.load_problems(tokenizer, args)
