@@ -120,27 +120,22 @@ def compute_advantages(batch, args):
     # Equal rewards carry no signal. Compare them exactly: the float32 std of twelve 0.1s is not 0.
     equal = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)  # (P, 1)
     advantages = torch.where(equal, 0.0, centred / (rewards.std(1, keepdim=True) + 1e-4))  # (P, G)
-    outcome = advantages.reshape(-1, 1)  # (B, 1)
 
-    # (1) All statistics are of the policy that sampled the rollout, and detached: the paper's
-    # pi_theta moves with the update. In float64, since equal entropies must give a sigma of 0.
+    # (1) Statistics of the policy that sampled, detached: the paper's pi_theta moves in the update.
     mask = batch.mask
-    entropies = torch.where(mask, batch.entropies, 0.0).double()  # (B, T)
+    entropies = batch.entropies.where(mask, 0.0).double()  # (B, T), equal ones have a sigma of 0
     group = torch.arange(len(mask), device=mask.device)[:, None] // rewards.shape[1]  # (B, 1)
+    group = group.expand(mask.shape)  # (B, T)
 
     def mean_within(cell, x):  # the mean over each cell's unmasked tokens, for each token, (B, T)
-        cell = cell.expand(mask.shape)
-        sums = x.new_zeros(len(rewards) * args.buckets)
-        counts = torch.zeros_like(sums)
-        sums.index_add_(0, cell.flatten(), torch.where(mask, x, 0.0).flatten())
-        counts.index_add_(0, cell.flatten(), mask.double().flatten())
+        zeros = x.new_zeros(len(rewards) * args.buckets)
+        sums = zeros.index_add(0, cell.flatten(), x.where(mask, 0.0).flatten())
+        counts = zeros.index_add(0, cell.flatten(), mask.double().flatten())
         return (sums / counts.clamp(min=1))[cell]
 
     excess = entropies - mean_within(group, entropies)  # (B, T)
     sigma = mean_within(group, excess.square()).sqrt()  # (2) all sigmas are population ones, ddof 0
-    gate = torch.sigmoid(args.gate_sharpness * excess / (sigma + 1e-6))  # (B, T)
-    if not args.entropy_gate:
-        gate = 1.0
+    gate = torch.sigmoid(args.gate_sharpness * excess / (sigma + 1e-6)) if args.entropy_gate else 1
 
     # (3) Progress includes the token's own entropy. A response without any stays in bucket 0.
     running = entropies.cumsum(1)  # (B, T)
@@ -155,7 +150,7 @@ def compute_advantages(batch, args):
     fallback = torch.sign(rewards - args.reward_threshold) if args.zero_variance_anchor else 0.0
     anchor = torch.where(equal, fallback, centred.sign()).reshape(-1, 1)  # (B, 1)
     # (5) lambda stands outside the z-score: inside, as in the paper's s = lambda Delta, it cancels.
-    advantages = gate * outcome + args.progress_weight * anchor * z  # (B, T)
+    advantages = gate * advantages.reshape(-1, 1) + args.progress_weight * anchor * z  # (B, T)
     return torch.where(mask, advantages, 0.0).float()
 
 

@@ -1,6 +1,6 @@
-"""A resumed run is the same run: checkpoints, kills, broken checkpoints, changed flags, full disks (FAULTS 34-38)."""
+"""A resumed run is the same run: checkpoints, kills, broken ones, changed flags, full disks."""
 
-import ast
+import importlib
 import json
 import os
 import shutil
@@ -10,266 +10,182 @@ import sys
 import time
 from pathlib import Path
 
+import conftest
 import pytest
 import torch
+import transformers
+from conftest import ROOT, SCRIPTS, TINY, evaluation_lines, parse, read_jsonl, training_lines
 
 import common
-import ep_grpo
 import grpo
+from common import BadInput
 
-ROOT = Path(grpo.__file__).parent
-SMALL = "--prompts_per_step 4 --group_size 4 --max_new_tokens 24 --eval_every 3 --eval_problems 8 --save_every 3"
-SMALL = SMALL.split()
+FLAGS = "--eval_every 3 --eval_problems 8 --eval_samples 2 --save_every 1".split()
 
 
-def run(script, data, folder, *flags):
-    script.main(script.parse_args([*SMALL, "--dataset", data, "--output_dir", str(folder), *map(str, flags)]))
+def run(data, folder, *flags, script=grpo):
+    conftest.run(data, folder, *FLAGS, *flags, script=script)
 
 
 def metrics(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith("seconds")} for line in lines]
+    lines = read_jsonl(folder / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if not k.startswith("seconds")} for line in lines]
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def flat(value):
     if isinstance(value, dict):
         return [x for key in sorted(value, key=str) for x in flat(value[key])]
-    return [x for item in value for x in flat(item)] if isinstance(value, (list, tuple)) else [value]
+    if isinstance(value, (list, tuple)):
+        return [x for item in value for x in flat(item)]
+    return [value]
 
 
 def assert_same_run(a, b, step):
     assert metrics(a) == metrics(b)
-    weights, others = ((folder / f"checkpoint-{step}/model.safetensors").read_bytes() for folder in (a, b))
-    assert weights == others
-    states = [torch.load(folder / f"checkpoint-{step}/optimizer.pt", weights_only=True) for folder in (a, b)]
+    weights = [(run / f"checkpoint-{step}/model.safetensors").read_bytes() for run in (a, b)]
+    assert weights[0] == weights[1]
+    states = [torch.load(run / f"checkpoint-{step}/optimizer.pt", weights_only=True)
+              for run in (a, b)]  # fmt: skip
     for x, y in zip(*map(flat, states), strict=True):
         assert torch.equal(x, y) if torch.is_tensor(x) else x == y
-    evals = [{path.name: path.read_bytes() for path in folder.glob("eval-*.jsonl")} for folder in (a, b)]
+    evals = [{path.name: path.read_bytes() for path in run.glob("eval-*.jsonl")} for run in (a, b)]
     assert evals[0] == evals[1] and len(evals[0]) > 1
 
 
-ALGORITHMS = {"grpo": (grpo, ["--beta", "0.04"]), "ep_grpo": (ep_grpo, ["--progress_weight", "1"])}
+ALGORITHMS = {"grpo": ["--beta", "0.04"], "ep_grpo": ["--progress_weight", "1"]}
 
 
 @pytest.fixture(scope="module", params=ALGORITHMS)
 def straight(request, data, tmp_path_factory):
     """A run of six steps without a break."""
-    script, flags = ALGORITHMS[request.param]
     folder = tmp_path_factory.mktemp("straight")
-    run(script, data, folder, *flags, "--steps", 6)
+    script = SCRIPTS[request.param]
+    flags = [*ALGORITHMS[request.param], "--save_every", 3]
+    run(data, folder, *flags, "--steps", 6, script=script)
     return script, flags, folder
 
 
 @pytest.fixture(scope="module")
 def two_steps(data, tmp_path_factory):
-    """A run of two steps that saved both."""
+    """A run of two steps that saved both; copy it before a change."""
     folder = tmp_path_factory.mktemp("two")
-    run(grpo, data, folder, "--steps", 2, "--save_every", 1)
+    run(data, folder, "--steps", 2)
     return folder
+
+
+@pytest.fixture
+def copied(two_steps, tmp_path):
+    """A copy of two_steps."""
+    return Path(shutil.copytree(two_steps, tmp_path / "run"))
 
 
 # --- the same run ---
 
 
-def test_34_35_three_steps_and_a_resume_are_six_steps(straight, data, tmp_path, capsys):
-    """Fault: the resumed run draws other samples, meets other problems, lost Adam's moments, or takes the checkpoint
-    for the reference model, which both algorithms here measure their distance to."""
+def test_34_and_35_three_steps_and_a_resume_are_six_steps(straight, data, tmp_path, capsys):
+    """Fault: the resumed run draws other samples, meets other problems, lost Adam's moments, or
+    takes the checkpoint for the reference, which both algorithms here measure their distance to."""
     script, flags, whole = straight
-    run(script, data, tmp_path, *flags, "--steps", 3)
+    run(data, tmp_path, *flags, "--steps", 3, script=script)
     capsys.readouterr()
-    run(script, data, tmp_path, *flags, "--steps", 6, "--resume")
+    run(data, tmp_path, *flags, "--steps", 6, "--resume", script=script)
     out = capsys.readouterr().out
-    assert "another --steps: 3 -> 6" in out and "checkpoint-3" in out
+    assert "--steps changed: 3 -> 6" in out and f"continuing from {tmp_path}/checkpoint-3" in out
     assert_same_run(whole, tmp_path, 6)
     if script is grpo:
-        assert metrics(whole)[1]["kl"] == 0 and metrics(whole)[-2]["kl"] > 0  # at first, and then no more
+        lines = training_lines(whole)
+        assert lines[0]["kl"] == 0 and lines[-1]["kl"] > 0  # at first, and then no more
 
 
 def test_35_the_reference_is_the_model_the_run_began_with(data, tmp_path, monkeypatch):
-    """Fault: after a resume the checkpoint becomes the reference, and the penalty starts from 0 again."""
-    run(grpo, data, tmp_path, "--steps", 1, "--beta", 0.1)
+    """Fault: after a resume the checkpoint is the reference, and the penalty starts at 0 again."""
+    run(data, tmp_path, "--steps", 1, "--beta", 0.1)
     loaded = []
 
-    def load_model(name, device, trainable=True, real=grpo.load_model):
-        loaded.append((Path(name).name, trainable))
-        return real(name, device, trainable)
+    def load_model(name, *given, real=common.load_model, **more):
+        loaded.append(Path(name).name)
+        return real(name, *given, **more)
 
-    monkeypatch.setattr(grpo, "load_model", load_model)
-    run(grpo, data, tmp_path, "--steps", 2, "--beta", 0.1, "--resume")
-    assert loaded == [("checkpoint-1", True), ("tiny", False)]
-    assert metrics(tmp_path)[-2]["kl"] > 0
+    monkeypatch.setattr(common, "load_model", load_model)
+    run(data, tmp_path, "--steps", 2, "--beta", 0.1, "--resume")
+    assert loaded == ["checkpoint-1", "tiny"]
+    assert training_lines(tmp_path)[1]["kl"] > 0
 
 
-@pytest.mark.parametrize("past", ['{"step": 3, "reward": 0.25}\n{"step": 4, "rew', '{"step": 3, "rew'])
-def test_34_metrics_past_the_checkpoint_and_half_a_line_are_dropped(two_steps, data, tmp_path, past):
-    """Fault: the steps that are taken again stand in the log twice, or half a line breaks it."""
-    folder = tmp_path / "run"
-    shutil.copytree(two_steps, folder)
-    log = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(log + past)
-    run(grpo, data, folder, "--steps", 2, "--save_every", 1, "--resume")
-    assert_same_run(two_steps, folder, 2)
-    shutil.rmtree(folder / "checkpoint-2")
-    run(grpo, data, folder, "--steps", 2, "--save_every", 1, "--resume")
-    assert_same_run(two_steps, folder, 2)
+@pytest.mark.parametrize("past", ['{"step": 3, "x": 1}\n{"step": 4, "x', '{"step": 3, "x'])
+def test_34_metrics_past_the_checkpoint_and_half_a_line_are_dropped(copied, data, past):
+    """Fault: the steps that are taken again are in the log twice, or half a line breaks it."""
+    before = metrics(copied)
+    with open(copied / "metrics.jsonl", "a") as file:
+        file.write(past)
+    run(data, copied, "--steps", 3, "--resume")
+    after = metrics(copied)
+    assert after[: len(before)] == before
+    assert [line["step"] for line in after[len(before) :]] == [3, 3]
+
+
+def test_34_steps_taken_again_are_the_same_steps(two_steps, copied, data):
+    """Fault: what is logged once more after a lost checkpoint differs from the first time."""
+    shutil.rmtree(copied / "checkpoint-2")
+    run(data, copied, "--steps", 2, "--resume")
+    assert_same_run(two_steps, copied, 2)
+
+
+def test_34_a_deleted_log_begins_anew(copied, data):
+    """Fault: a resume without metrics.jsonl ends in FileNotFoundError."""
+    (copied / "metrics.jsonl").unlink()
+    run(data, copied, "--steps", 3, "--resume")
+    assert [line["step"] for line in training_lines(copied)] == [3]
 
 
 # --- killed ---
 
-# Runs in a process of its own that imports and forks but never loads a model: forks of a process with threads hang, and
-# after a backward pass torch allows its forks none.
-HARNESS = '''
-import json, os, random, shutil, signal, sys
-from pathlib import Path
-import torch, transformers
-torch.set_num_threads(1)
-import common, grpo
 
-flags, work = sys.argv[1].split(), Path(sys.argv[2])
-rng = random.Random(0)
-transformers.Qwen2ForCausalLM, transformers.Qwen2Tokenizer  # imports what every child needs
-common.library_equal = lambda gold, text: False  # nor need each start the verifier's process
-saved = work / "saved.txt"  # outside the run: the steps whose save has returned
-
-
-def child(folder, save_hook=None, moment=None):
-    """Run main in a fork, dead after `moment` Python calls; save_hook(step) is called before each save."""
-    pid = os.fork()
-    if pid:
-        return os.waitpid(pid, 0)[1]
-    count = 0
-
-    def trace(frame, event, argument):  # every call of a Python function
-        nonlocal count
-        count += 1
-        if count == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def save(run, step, *rest, real=grpo.save_checkpoint):
-        before = count
-        if save_hook:
-            save_hook(step, trace)
-        real(run, step, *rest)
-        with open(saved, "a") as file:
-            file.write(f"{step} {count - before}\\n")
-
-    grpo.save_checkpoint = save
-    os.dup2(os.open(work / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
-    os.dup2(1, 2)
-    more = ["--resume"] if (folder / "config.json").exists() else []
-    if moment and not save_hook:
-        sys.settrace(trace)
-    try:
-        grpo.main(grpo.parse_args([*flags, "--output_dir", str(folder), *more]))
-    except common.BadInput as error:
-        sys.settrace(None)
-        (work / "error.txt").write_text(str(error))
-        os._exit(2)
-    sys.settrace(None)
-    (work / "count.txt").write_text(str(count))
-    os._exit(0)
-'''
-
-KILLS = '''
-def newest_whole(folder):
-    """The step of the newest checkpoint that loads, found out in a fork too: this process must not start threads."""
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    checkpoint, step, state = common.load_checkpoint(folder)
-    try:
-        common.load_model(str(checkpoint), "cpu")
-    except common.BadInput:
-        step = 0
-    os._exit(step)
-
-
-# How many Python calls there are in the whole run, and in one save.
-assert child(work / "counted", moment=10**12) == 0
-total, in_save = int((work / "count.txt").read_text()), int(saved.read_text().split()[1])
-saved.write_text("")
-runs, kills, kills_in_save, folder = 0, 0, 0, work / "run-0"
-while kills < 20 or folder.exists():
-    if kills >= 20:
-        status = child(folder)
-    elif kills % 2:  # somewhere in the run
-        status = child(folder, moment=rng.randrange(total))
-    else:  # inside the save after next
-        left = rng.randrange(3)
-        moment = rng.randrange(1, in_save)
-
-        def hook(step, trace):
-            global left
-            left -= 1
-            if left < 0:
-                sys.settrace(trace)
-
-        status = child(folder, save_hook=hook, moment=moment)
-        kills_in_save += status == signal.SIGKILL
-    if status == signal.SIGKILL:
-        kills += 1
-        done = [int(line.split()[0]) for line in saved.read_text().splitlines()]
-        assert not done or newest_whole(folder) >= done[-1], done
-    else:
-        assert status == 0, (work / "output.txt").read_text()
-        saved.write_text("")
-        runs += 1
-        folder = work / f"run-{runs}"
-print(json.dumps([runs, kills, kills_in_save]), file=sys.stderr)
-'''
-
-FULL_DISK = '''
-import resource
-
-for name, limit in ("weights", 600_000), ("state", 2_000_000):  # within model.safetensors, within optimizer.pt
-
-    def hook(step, trace):
-        if step == 2:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    assert child(work / name, save_hook=hook) == 2 << 8, (work / "output.txt").read_text()
-    (work / "error.txt").rename(work / f"{name}.txt")
-'''
-
-
-def harness(code, work, data):
-    flags = " ".join([*SMALL, "--dataset", data, "--save_every", "1", "--eval_every", "2", "--steps", "4"])
-    command = [sys.executable, "-c", HARNESS + code, flags, str(work)]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=one_thread)
+def harness(mode, work, data):
+    flags = [*conftest.SMALL, *FLAGS, "--dataset", data, *"--eval_every 2 --steps 4".split()]
+    flags += "--eval_problems 2 --prompts_per_step 2".split()
+    script = ROOT / "tests/tools/kill_harness.py"
+    result = subprocess.run(
+        [sys.executable, str(script), mode, " ".join(flags), str(work)],
+        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
-    return result.stderr
+    return result.stdout
 
 
 def test_36_killed_at_twenty_moments_nothing_saved_is_lost(data, tmp_path):
-    """Fault: a kill, above all one inside a save, loses a checkpoint that had been saved or changes the run."""
-    runs, kills, kills_in_save = json.loads(harness(KILLS, tmp_path, data).splitlines()[-1])
+    """Fault: a kill, above all one inside a save, loses a saved checkpoint or changes the run."""
+    runs, kills, kills_in_save = json.loads(harness("kills", tmp_path, data).splitlines()[-1])
     assert kills == 20 and kills_in_save >= 8 and runs >= 2
     for number in range(runs):
         assert_same_run(tmp_path / "counted", tmp_path / f"run-{number}", 4)
 
 
 def test_36_a_full_disk_while_saving_ends_with_a_sentence(data, tmp_path):
-    """Fault: a traceback, or a broken checkpoint in the place of a whole one."""
-    harness(FULL_DISK, tmp_path, data)
+    """Fault: a traceback, or a broken checkpoint in the place of a complete one."""
+    harness("full_disk", tmp_path, data)
     for name in "weights", "state":
         error = (tmp_path / f"{name}.txt").read_text()
-        assert "cannot save" in error and "checkpoint-2" in error and "--resume" in error and "\n" not in error
+        assert f"cannot save {tmp_path}/{name}/checkpoint-2" in error
+        assert "--resume" in error and "\n" not in error
         assert [path.name for path in common.checkpoints(tmp_path / name)] == ["checkpoint-1"]
-        assert common.load_checkpoint(tmp_path / name)[1] == 1
-        assert not (tmp_path / name / "checkpoint.tmp").exists()  # it would take up what room is left
+        assert common.find_checkpoint(tmp_path / name, True)[1] == 1
+        assert not (tmp_path / name / "checkpoint.tmp").exists()  # it would fill the disk
 
 
-def test_ctrl_c_says_how_to_go_on(data, tmp_path):
+def test_ctrl_c_says_how_to_continue(data, tmp_path):
     """Fault: Ctrl-C ends in a traceback."""
-    flags = [*SMALL, "--dataset", data, "--output_dir", "a run", "--steps", "9999"]
-    command = [sys.executable, str(ROOT / "grpo.py"), *flags]
+    flags = [*conftest.SMALL, "--dataset", data, "--output_dir", "a run", "--steps", "9999"]
     process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells make background jobs ignore Ctrl-C
-    )  # fmt: skip
+        [sys.executable, str(ROOT / "grpo.py"), *flags], cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Shells make background jobs ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
     log = tmp_path / "a run/metrics.jsonl"
-    while process.poll() is None and not (log.exists() and "reward" in log.read_text()):
+    while process.poll() is None and not (log.exists() and '"loss"' in log.read_text()):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
@@ -285,194 +201,406 @@ def truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def scramble(path):
-    path.write_bytes(bytes(path.stat().st_size))  # zeros, as after a power cut
+def zeros(path):
+    path.write_bytes(bytes(path.stat().st_size))  # as after a power cut
 
 
 DAMAGES = {
     "half the weights": lambda folder: truncate(folder / "model.safetensors"),
+    "zeros for the weights": lambda folder: zeros(folder / "model.safetensors"),
     "half the optimizer": lambda folder: truncate(folder / "optimizer.pt"),
-    "zeros for the optimizer": lambda folder: scramble(folder / "optimizer.pt"),
+    "zeros for the optimizer": lambda folder: zeros(folder / "optimizer.pt"),
     "half the sizes": lambda folder: truncate(folder / "whole.json"),
     "no sizes": lambda folder: (folder / "whole.json").unlink(),
     "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+    "a link to nowhere": lambda folder: (
+        folder.rename(folder.with_name("moved")),
+        folder.symlink_to("nowhere"),
+    ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_36_a_broken_newest_checkpoint_is_passed_over_and_said(two_steps, data, tmp_path, capsys, damage):
+def test_36_a_broken_newest_checkpoint_is_skipped_and_said(copied, capsys, damage):
     """Fault: a half-written checkpoint is loaded, crashes the resume, or is skipped in silence."""
-    folder = tmp_path / "run"
-    shutil.copytree(two_steps, folder)
-    DAMAGES[damage](folder / "checkpoint-2")
-    run(grpo, data, folder, "--steps", 2, "--save_every", 1, "--resume")
+    DAMAGES[damage](copied / "checkpoint-2")
+    found = common.find_checkpoint(copied, True)
+    assert found == (copied / "checkpoint-1", 1)
     out = capsys.readouterr().out
-    assert "checkpoint-2 is not whole: passed over" in out
-    assert f"going on from {folder}/checkpoint-1" in out
-    assert_same_run(two_steps, folder, 2)
+    assert f"{copied}/checkpoint-2 is incomplete: skipped" in out
+    assert f"continuing from {copied}/checkpoint-1" in out
 
 
-def test_36_without_a_whole_checkpoint_it_says_so_and_starts_again(two_steps, data, tmp_path, capsys):
-    """Fault: nothing to go on from, and it crashes, or starts again without a word."""
-    folder = tmp_path / "run"
-    shutil.copytree(two_steps, folder)
+def test_36_after_a_broken_checkpoint_the_run_is_the_same(two_steps, copied, data):
+    """Fault: what a broken checkpoint leaves behind changes the run, or is in the way of a save."""
+    DAMAGES["half the weights"](copied / "checkpoint-2")
+    run(data, copied, "--steps", 2, "--resume")
+    assert_same_run(two_steps, copied, 2)
+
+
+def test_36_without_a_complete_checkpoint_it_says_so_and_starts_again(
+    two_steps, copied, data, capsys
+):
+    """Fault: nothing to continue from, and it crashes, or starts again without a word."""
     for number in 1, 2:
-        truncate(folder / f"checkpoint-{number}/model.safetensors")
-    run(grpo, data, folder, "--steps", 2, "--save_every", 1, "--resume")
-    assert "no whole checkpoint: starting from step 0" in capsys.readouterr().out
-    assert_same_run(two_steps, folder, 2)
+        truncate(copied / f"checkpoint-{number}/model.safetensors")
+    run(data, copied, "--steps", 2, "--resume")
+    assert "no complete checkpoint: starting from step 0" in capsys.readouterr().out
+    assert_same_run(two_steps, copied, 2)
+
+
+def test_36_too_little_memory_is_not_a_broken_checkpoint(copied, data, monkeypatch):
+    """Fault: a host without memory counts the checkpoint as broken, and the run starts again."""
+    before = contents(copied)
+
+    def load(*given, **more):
+        raise RuntimeError("unable to mmap 300 bytes: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(BadInput, match="not enough memory to read .*checkpoint-2/optimizer.pt"):
+        run(data, copied, "--steps", 3, "--resume")
+    assert contents(copied) == before
 
 
 def test_36_only_the_last_two_checkpoints_are_kept(data, tmp_path):
     """Fault: the disk fills up with checkpoints, or the one to fall back to is gone."""
-    run(grpo, data, tmp_path, "--steps", 3, "--save_every", 1)
+    run(data, tmp_path, "--steps", 3)
     assert [path.name for path in common.checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-3"]
-    assert {path.name for path in tmp_path.iterdir() if path.name.startswith("checkpoint")} == {
-        "checkpoint-2", "checkpoint-3",
-    }  # fmt: skip
+    assert len(list(tmp_path.glob("checkpoint*"))) == 2
 
 
 def test_36_checkpoints_are_ordered_by_number(tmp_path):
     """Fault: checkpoint-100 sorts before checkpoint-20."""
-    for step in 100, 20, 3:
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    (tmp_path / "checkpoint.tmp").mkdir()
-    assert [path.name for path in common.checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-20", "checkpoint-100"]
+    for name in "checkpoint-100", "checkpoint-20", "checkpoint-3", "checkpoint.tmp":
+        (tmp_path / name).mkdir()
+    found = [path.name for path in common.checkpoints(tmp_path)]
+    assert found == ["checkpoint-3", "checkpoint-20", "checkpoint-100"]
 
 
-# --- changed flags ---
+def test_36_checkpoints_saved_under_a_broken_higher_one_are_kept(copied, data):
+    """Fault: only the highest numbers are kept, so beside broken ones a new one is deleted."""
+    for step in 1, 2:
+        (copied / f"checkpoint-{step}").rename(copied / f"checkpoint-{step + 7}")
+        (copied / f"checkpoint-{step + 7}/optimizer.pt").write_bytes(b"")
+    run(data, copied, "--steps", 1, "--resume")
+    assert (copied / "checkpoint-1").is_dir()
 
 
-def test_34_changed_flags_are_named_and_obeyed(two_steps, data, tmp_path, capsys):
-    """Fault: another flag at a resume passes in silence, or is named and then overwritten by the checkpoint."""
-    folder = tmp_path / "run"
-    shutil.copytree(two_steps, folder)
-    run(grpo, data, folder, "--steps", 3, "--resume", "--learning_rate", 1e-5, "--weight_decay", 0.5)
-    out = capsys.readouterr().out
-    assert "another --learning_rate: 0.0003 -> 1e-05" in out and "another --weight_decay: 0.0 -> 0.5" in out
-    assert "output_dir" not in out.replace("--output_dir NEW", "")
-    (group,) = torch.load(folder / "checkpoint-3/optimizer.pt", weights_only=True)["optimizer"]["param_groups"]
-    assert (group["lr"], group["weight_decay"]) == (1e-5, 0.5)
+def test_36_a_copy_under_another_name_is_left_alone(copied, data):
+    """Fault: checkpoint-best, the user's own copy, crashes the resume or is deleted."""
+    shutil.copytree(copied / "checkpoint-2", copied / "checkpoint-best")
+    run(data, copied, "--steps", 4, "--resume")
+    names = {path.name for path in copied.glob("checkpoint-*")}
+    assert names == {"checkpoint-3", "checkpoint-4", "checkpoint-best"}
 
 
-CHANGES = {
-    "model": ["--model", "elsewhere"], "dataset": ["--dataset", "elsewhere"], "seed": ["--seed", "7"],
-    "group_size": ["--group_size", "2"], "prompts_per_step": ["--prompts_per_step", "2"],
-    "instruction": ["--instruction", "Be brief."], "max_prompt_tokens": ["--max_prompt_tokens", "7"],
-}  # fmt: skip
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_34_flags_that_make_another_run_are_refused(two_steps, data, change):
-    """Fault: a resume with another model, dataset, seed or group size goes on as if it were the same run."""
-    before = contents(two_steps)
-    with pytest.raises(common.BadInput, match=rf"another one.*{change}"):
-        run(grpo, data, two_steps, "--steps", 2, "--save_every", 1, "--resume", *CHANGES[change])
-    assert contents(two_steps) == before
-
-
-def test_34_another_script_is_refused(two_steps, data):
-    """Fault: another algorithm goes on with this one's run."""
-    before = contents(two_steps)
-    with pytest.raises(common.BadInput, match="script.*grpo -> ep_grpo"):
-        run(ep_grpo, data, two_steps, "--steps", 2, "--save_every", 1, "--resume")
-    assert contents(two_steps) == before
-
-
-def test_34_resume_without_a_run_is_refused(data, tmp_path):
-    """Fault: --resume with nothing there starts from scratch, perhaps after a slip in --output_dir."""
-    with pytest.raises(common.BadInput, match="--resume: there is no run in"):
-        run(grpo, data, tmp_path / "nothing", "--resume")
-    assert not (tmp_path / "nothing").exists()
-
-
-@pytest.mark.parametrize("text", ['{"script": ', "[]", "5", '["ab", "cd", 3]'])
-def test_34_a_damaged_config_is_one_sentence(two_steps, data, tmp_path, text):
-    """Fault: a traceback out of json."""
-    shutil.copytree(two_steps, tmp_path / "run")
-    (tmp_path / "run/config.json").write_text(text)
-    with pytest.raises(common.BadInput, match="--resume"):
-        run(grpo, data, tmp_path / "run", "--steps", 3, "--resume")
-
-
-def test_36_a_folder_in_a_checkpoint_has_no_size_to_compare(two_steps, tmp_path):
-    """Fault: a tokenizer saves a folder, whose size is the file system's: a copy elsewhere counts as broken."""
-    model, tokenizer = common.load_model(grpo.TINY_DIR, "cpu")
-    tokenizer.chat_template = {"default": "{{ messages }}", "other": "{{ messages }}"}  # in a folder of its own
-    masters = common.float32_masters(model)
-    common.save_checkpoint(tmp_path, 1, model, tokenizer, masters, torch.optim.AdamW(masters))
+def test_36_a_folder_in_a_checkpoint_has_no_size_to_compare(tmp_path):
+    """Fault: a folder's size is the file system's, so a checkpoint copied elsewhere is broken."""
+    model, tokenizer = common.load_model(str(TINY), "cpu")
+    # Several templates are saved in a folder of their own.
+    tokenizer.chat_template = {"default": "{{ messages }}", "other": "{{ messages }}"}
+    common.write_checkpoint(tmp_path, 1, model, tokenizer, {})
     folders = {path.name for path in (tmp_path / "checkpoint-1").iterdir() if path.is_dir()}
     sizes = json.loads((tmp_path / "checkpoint-1/whole.json").read_text())["sizes"]
     assert folders and not folders & sizes.keys() and "model.safetensors" in sizes
 
 
-def test_34_config_is_replaced_whole():
+def test_56_a_linked_old_checkpoint(two_steps, copied, data, tmp_path):
+    """Fault: an old checkpoint, moved to a larger disk and linked, ends the run at every save."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    for step in 1, 2:
+        (copied / f"checkpoint-{step}").rename(disk / f"checkpoint-{step}")
+        (copied / f"checkpoint-{step}").symlink_to(disk / f"checkpoint-{step}")
+    before = contents(disk)
+    run(data, copied, "--steps", 4, "--resume")
+    assert [path.name for path in common.checkpoints(copied)] == ["checkpoint-3", "checkpoint-4"]
+    assert contents(disk) == before  # the link is gone, not what it leads to
+
+
+def test_56_a_checkpoint_that_cannot_be_removed_is_a_warning(copied, data, monkeypatch):
+    """Fault: a file that somebody holds open in an old checkpoint ends the run at every save."""
+
+    def rmtree(folder, *given, real=shutil.rmtree, **more):
+        if Path(folder).name == "checkpoint-1":
+            raise OSError(16, "Device or resource busy")
+        real(folder, *given, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    with pytest.warns(UserWarning, match="cannot remove .*checkpoint-1: .*busy"):
+        run(data, copied, "--steps", 4, "--resume")
+    names = [path.name for path in common.checkpoints(copied)]
+    assert names == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
+
+
+# --- what is saved is what came ---
+
+
+def saved_settings(folder):
+    """The settings in a model's folder, without what transformers writes about itself."""
+    names = "config.json", "generation_config.json", "tokenizer_config.json"
+    files = {name: json.loads((folder / name).read_text()) for name in names}
+    for settings in files.values():
+        for key in "transformers_version", "tokenizer_class":
+            settings.pop(key, None)
+    return files
+
+
+def save(model, folder, **generation):
+    """Save a model with settings for generation, and the tiny tokenizer without a pad token."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    tokenizer.pad_token = None
+    model.generation_config = transformers.GenerationConfig(
+        do_sample=True, temperature=0.1, top_k=50, repetition_penalty=1.05,
+        eos_token_id=tokenizer.eos_token_id, **generation)  # fmt: skip
+    for part in model, tokenizer:
+        part.save_pretrained(folder)
+    assert common.load_model(str(folder), "cpu")[1].pad_token == tokenizer.eos_token
+    return saved_settings(folder)
+
+
+@pytest.mark.parametrize("flags", [[], ["--lora_rank", "2"]], ids=["weights", "adapters"])
+def test_58_a_model_with_dropout_is_saved_as_it_came(data, tmp_path, flags):
+    """Fault: dropouts of 0, another pad token or no cache, which a run needs, are saved too."""
+    config = transformers.GPT2Config(
+        vocab_size=512, n_positions=128, n_embd=32, n_layer=1, n_head=2, attn_pdrop=0.1,
+        embd_pdrop=0.2, resid_pdrop=0.3, bos_token_id=0, eos_token_id=1)  # fmt: skip
+    came = save(transformers.GPT2LMHeadModel(config), tmp_path / "gpt2")
+    assert came["config.json"]["attn_pdrop"] == 0.1
+    flags += ["--model", tmp_path / "gpt2", "--device", "cpu", "--eval_problems", 1]
+    run(data, tmp_path / "run", *flags, "--steps", 1)
+    run(data, tmp_path / "run", *flags, "--steps", 2, "--resume")
+    assert saved_settings(tmp_path / "run/checkpoint-2") == came
+
+
+def test_58_a_router_with_jitter_is_saved_as_it_came(tmp_path):
+    """Fault: as above, for the noise of a mixture of experts."""
+    config = transformers.MixtralConfig(
+        vocab_size=512, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, num_local_experts=2, router_jitter_noise=0.1,
+        attention_dropout=0.1)  # fmt: skip
+    came = save(transformers.MixtralForCausalLM(config), tmp_path / "model")
+    model, tokenizer = common.load_model(str(tmp_path / "model"), "cpu")
+    assert model.config.router_jitter_noise == 0
+    common.write_checkpoint(tmp_path, 1, model, tokenizer, {})
+    assert saved_settings(tmp_path / "checkpoint-1") == came
+    assert came["config.json"]["router_jitter_noise"] == 0.1
+    assert model.config.router_jitter_noise == 0  # and the run continues without it
+    assert tokenizer.pad_token == tokenizer.eos_token
+
+
+# --- changed flags ---
+
+
+def test_34_changed_flags_are_named_and_obeyed(copied, data, capsys):
+    """Fault: another flag at a resume passes in silence, or the checkpoint overwrites it."""
+    run(data, copied, "--steps", 3, "--resume", "--learning_rate", 1e-5, "--max_grad_norm", 0.5)
+    out = capsys.readouterr().out
+    assert "--learning_rate changed: 0.0003 -> 1e-05" in out
+    assert "--max_grad_norm changed: 1.0 -> 0.5" in out
+    assert "--output_dir changed" not in out and "--resume changed" not in out
+    state = torch.load(copied / "checkpoint-3/optimizer.pt", weights_only=True)
+    assert state["adamw"]["param_groups"][0]["lr"] == 1e-5
+    assert json.loads((copied / "config.json").read_text())["max_grad_norm"] == 0.5
+
+
+CHANGES = {
+    "model": ["--model", "elsewhere"],
+    "dataset": ["--dataset", "elsewhere"],
+    "seed": ["--seed", "7"],
+    "group_size": ["--group_size", "2"],
+    "prompts_per_step": ["--prompts_per_step", "2"],
+    "instruction": ["--instruction", "Be brief."],
+    "chat_template_kwargs": ["--chat_template_kwargs", '{"enable_thinking": false}'],
+    "max_prompt_tokens": ["--max_prompt_tokens", "7"],
+    "lora_rank": ["--lora_rank", "2"],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_34_flags_that_make_another_run_are_refused(two_steps, data, change):
+    """Fault: a resume with another model, dataset, seed or group size counts as the same run."""
+    before = contents(two_steps)
+    with pytest.raises(BadInput, match=rf"another one.*{change}"):
+        run(data, two_steps, "--steps", 3, "--resume", *CHANGES[change])
+    assert contents(two_steps) == before
+
+
+def test_34_another_script_is_refused(two_steps, data):
+    """Fault: another algorithm continues this one's run."""
+    before = contents(two_steps)
+    with pytest.raises(BadInput, match="script.*grpo -> ep_grpo"):
+        run(data, two_steps, "--steps", 3, "--resume", script=SCRIPTS["ep_grpo"])
+    assert contents(two_steps) == before
+
+
+def test_34_resume_without_a_run_is_refused(data, tmp_path):
+    """Fault: --resume with nothing there starts from scratch, perhaps after a slip in its name."""
+    with pytest.raises(BadInput, match="--resume: there is no run in"):
+        run(data, tmp_path / "nothing", "--resume")
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize("text", ['{"script": ', "[]", "5", '["ab", "cd", 3]'])
+def test_34_a_damaged_config_is_one_sentence(copied, data, text):
+    """Fault: a traceback out of json."""
+    (copied / "config.json").write_text(text)
+    with pytest.raises(BadInput, match="--resume"):
+        run(data, copied, "--steps", 3, "--resume")
+
+
+def test_34_config_is_replaced_whole(copied, data, tmp_path):
     """Fault: a kill while config.json is written anew leaves a run that cannot be resumed."""
-    tree = ast.parse((ROOT / "common.py").read_text())
-    (function,) = (node for node in tree.body if getattr(node, "name", "") == "open_run")
-    code = ast.unparse(function)
-    assert "config.json').write_text" not in code and "replace(folder / 'config.json')" in code
+    before = (copied / "config.json").read_text()
+    os.link(copied / "config.json", tmp_path / "linked")
+    run(data, copied, "--steps", 3, "--resume")
+    assert (tmp_path / "linked").read_text() == before  # so the file was not written into
+    assert json.loads((copied / "config.json").read_text())["steps"] == 3
 
 
-def test_36_a_folder_with_checkpoints_is_another_run_even_without_metrics(two_steps, data, tmp_path):
-    """Fault: metrics.jsonl was deleted; a new run there loses its checkpoints to the old run's higher numbers."""
-    folder = tmp_path / "run"
-    shutil.copytree(two_steps, folder)
-    (folder / "metrics.jsonl").unlink()
-    with pytest.raises(common.BadInput, match="holds a run"):
-        run(grpo, data, folder, "--steps", 1)
+def test_36_a_folder_with_checkpoints_is_another_run_even_without_metrics(copied, data):
+    """Fault: the log was deleted, and a new run loses its checkpoints to the old, higher ones."""
+    (copied / "metrics.jsonl").unlink()
+    with pytest.raises(BadInput, match="already contains a run"):
+        run(data, copied, "--steps", 1)
 
 
-def test_36_checkpoints_saved_under_a_broken_higher_one_are_kept(two_steps, data, tmp_path):
-    """Fault: only the highest numbers are kept, so beside broken ones every new checkpoint is deleted at once."""
-    folder = tmp_path / "run"
-    shutil.copytree(two_steps, folder)
-    for name in ("checkpoint-1", "checkpoint-2"):
-        if (folder / name).exists():
-            shutil.move(folder / name, folder / f"checkpoint-{int(name[-1]) + 7}")
-    for optimizer in folder.glob("checkpoint-*/optimizer.pt"):
-        optimizer.write_bytes(b"")
-    run(grpo, data, folder, "--steps", 1, "--resume")
-    assert (folder / "checkpoint-1").is_dir()
+def test_34_an_edited_script_is_named(copied, data, capsys):
+    """Fault: the algorithm was edited between start and resume, and nobody is told."""
+    (copied / "grpo.py").write_text("# an older version\n")
+    run(data, copied, "--steps", 3, "--resume")
+    assert "grpo.py was edited" in capsys.readouterr().out
+    assert (copied / "grpo.py").read_bytes() == (ROOT / "grpo.py").read_bytes()
 
 
-def test_36_weights_of_zeros_are_passed_over(two_steps, tmp_path):
-    """Fault: after a power cut a file of the right size holds zeros, and the resume ends in the loader."""
-    folder = tmp_path / "run"
-    shutil.copytree(two_steps, folder)
-    weights = folder / "checkpoint-2/model.safetensors"
-    weights.write_bytes(bytes(weights.stat().st_size))
-    assert common.load_checkpoint(folder)[1] < 2
+def test_34_fewer_steps_than_were_taken_is_one_sentence(two_steps, data):
+    """Fault: a resume with fewer steps does nothing, says nothing, and rewrites the settings."""
+    before = contents(two_steps)
+    with pytest.raises(BadInput, match="at step 2: --steps must be more"):
+        run(data, two_steps, "--steps", 1, "--resume")
+    assert contents(two_steps) == before
 
 
-def test_36_a_copy_under_another_name_is_left_alone(two_steps, data, tmp_path):
-    """Fault: checkpoint-best, the user's own copy, crashes the resume or is deleted."""
-    folder = tmp_path / "run"
-    shutil.copytree(two_steps, folder)
-    shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-best")
-    run(grpo, data, folder, "--steps", 5, "--resume", "--save_every", 1)
-    assert (folder / "checkpoint-best").is_dir()
-    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-5", "checkpoint-best"}
+# --- moved, linked, read-only ---
 
 
-def test_34_an_edited_script_is_named(two_steps, data, tmp_path, capsys):
-    """Fault: the algorithm was edited between start and resume, and the log does not say so."""
-    folder = tmp_path / "run"
-    shutil.copytree(two_steps, folder)
-    (folder / "grpo.py").write_text("# an older version\n")
-    run(grpo, data, folder, "--steps", 3, "--resume")
-    assert "edited grpo.py" in capsys.readouterr().out
+def test_52_scripts_without_write_permission(data, tmp_path, monkeypatch):
+    """Fault: the copy in the run's folder inherits read-only, so the resume cannot replace it."""
+    monkeypatch.setattr(grpo, "__file__", str(tmp_path / "grpo.py"))
+    for steps in 1, 2:
+        Path(grpo.__file__).write_text(f"# version {steps}\n")
+        Path(grpo.__file__).chmod(0o444)
+        run(data, tmp_path / "run", "--steps", steps, *(["--resume"] if steps == 2 else []))
+        copy = tmp_path / "run/grpo.py"
+        assert copy.read_text() == f"# version {steps}\n"
+        assert copy.stat().st_mode & 0o200  # root may write in any case, so look at the mode
+        Path(grpo.__file__).unlink()
 
 
-def test_34_fewer_steps_than_were_taken_is_one_sentence(two_steps, data, tmp_path):
-    """Fault: a resume with fewer steps than the run has does nothing, says nothing, and rewrites the run's settings."""
-    folder = tmp_path / "run"
-    shutil.copytree(two_steps, folder)
-    before = (folder / "config.json").read_text()
-    with pytest.raises(common.BadInput, match="at step 2 already"):
-        run(grpo, data, folder, "--steps", 1, "--resume")
-    assert (folder / "config.json").read_text() == before
+def checkout(folder, monkeypatch):
+    """The modules grpo and common of the copy of this repository in a folder."""
+    monkeypatch.syspath_prepend(folder)
+    for name in "common", "grpo":
+        monkeypatch.delitem(sys.modules, name)
+    script = importlib.import_module("grpo")
+    assert Path(script.__file__).parent == folder
+    return script, importlib.import_module("common")
+
+
+@pytest.mark.parametrize("adapters", [[], ["--lora_rank", "2"]], ids=["weights", "adapters"])
+def test_57_the_checkout_moved(tmp_path, adapters):
+    """Fault: a resume after a move is "another run", over paths that nobody typed."""
+    old = tmp_path / "old"
+    (old / "tests").mkdir(parents=True)
+    for name in "grpo.py", "common.py":
+        shutil.copy(ROOT / name, old)
+    shutil.copytree(TINY, old / "tests/tiny")
+    flags = [*conftest.SMALL, *FLAGS, "--eval_problems", "1", *adapters]
+    for steps, folder, more in (1, old, []), (2, tmp_path / "new", ["--resume"]):
+        if more:
+            old.rename(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            script, common_there = checkout(folder, patch)
+            given = [*flags, "--steps", str(steps), *more]
+            script.main(common_there.parse_args(script.Args, script.TINY, given))
+    assert [line["step"] for line in training_lines(folder / "runs/grpo")] == [1, 2]
+    here = parse(*flags, "--steps", 2, "--output_dir", tmp_path / "whole")
+    grpo.main(here)
+    assert metrics(tmp_path / "whole")[-2:] == metrics(folder / "runs/grpo")[-2:]
+
+
+def test_57_one_folder_written_in_two_ways(data, tmp_path, monkeypatch):
+    """Fault: --model ./m and --model ./m/ are two models."""
+    shutil.copytree(TINY, tmp_path / "m")
+    shutil.copytree(data, tmp_path / "d")
+    monkeypatch.chdir(tmp_path)
+    flags = ["--eval_problems", 1, "--device", "cpu", "--instruction", ""]
+    run("./d", "run", *flags, "--steps", 1, "--model", "./m")
+    run("d/", "run", *flags, "--steps", 2, "--model", "./m/", "--resume")
+    run("d/../d", "run", *flags, "--steps", 3, "--model", "m", "--resume")
+    assert [line["step"] for line in training_lines("run")] == [1, 2, 3]
+
+
+# --- evaluations of a finished run ---
+
+
+def test_resume_with_steps_0_evaluates_the_newest_checkpoint(two_steps, copied, data):
+    """Fault: --resume --steps 0 evaluates the base model, or trains."""
+    run(data, copied, "--steps", 0, "--resume")
+    before = metrics(two_steps)
+    assert metrics(copied) == [*before, before[-1]]
+    after = contents(copied)
+    for path, text in contents(two_steps).items():
+        if path.name != "metrics.jsonl":
+            assert after[copied / path.relative_to(two_steps)] == text
+
+
+OTHERS = {
+    "other": ["--eval_dataset", "other.jsonl"],
+    "a_other": ["--eval_dataset", "./a/other.jsonl"],
+    "a": ["--eval_dataset", "a/"],
+    "temperature0.0": ["--eval_temperature", 0],
+    "temperature0.5": ["--eval_temperature", 0.5],
+    "problems4": ["--eval_problems", 4],
+    "samples4": ["--eval_samples", 4],
+    "other-samples4": ["--eval_dataset", "other.jsonl", "--eval_samples", 4],
+}
+
+
+def test_59_another_evaluation_has_another_name(two_steps, copied, data, tmp_path, monkeypatch):
+    """Fault: a second evaluation replaces the run's own, and their curves are averaged."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    for number, name in enumerate(["other.jsonl", "a/other.jsonl", "a/test.jsonl"], 3):
+        lines = (TINY / "test.jsonl").read_text().splitlines()[10 * number :][:3]
+        Path(name).write_text("\n".join(lines))
+    before = metrics(copied)
+    for name, flags in OTHERS.items():
+        run(data, copied, "--steps", 0, "--resume", *flags)
+        line = metrics(copied)[-1]
+        assert (line["step"], line["eval_dataset"]) == (2, name)
+        rewards = [row["rewards"] for row in read_jsonl(copied / f"eval-2-{name}.jsonl")]
+        assert line["eval_reward"] == pytest.approx(sum(map(sum, rewards)) / sum(map(len, rewards)))
+    after = contents(copied)
+    assert metrics(copied)[: len(before)] == before
+    assert len(metrics(copied)) == len(before) + len(OTHERS)
+    assert len(after) == len(contents(two_steps)) + len(OTHERS)
+    for path, text in contents(two_steps).items():
+        if path.name != "metrics.jsonl":
+            assert after[copied / path.relative_to(two_steps)] == text
+    run(data, copied, "--steps", 3, "--resume")  # and the run continues with its own
+    own = [line["step"] for line in evaluation_lines(copied) if "eval_dataset" not in line]
+    assert own == [0, 2, 3] and (copied / "eval-3.jsonl").exists()
+    assert len(metrics(copied)) == len(before) + len(OTHERS) + 2
+
+
+def test_59_an_evaluation_deletes_no_line(copied, data):
+    """Fault: an evaluation drops the steps after its checkpoint, or all if there is none."""
+    shutil.rmtree(copied / "checkpoint-2")
+    before = metrics(copied)
+    run(data, copied, "--steps", 0, "--resume", "--eval_problems", 1)
+    assert metrics(copied)[:-1] == before and metrics(copied)[-1]["step"] == 1
+    shutil.rmtree(copied / "checkpoint-1")
+    run(data, copied, "--steps", 0, "--resume", "--eval_problems", 1)
+    assert metrics(copied)[:-2] == before and metrics(copied)[-1]["step"] == 0
