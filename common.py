@@ -146,7 +146,8 @@ def save_model(model, tokenizer, folder):
     state = model.state_dict()
     for key in [key for key in state if key.endswith(".base_layer.weight")]:
         layer = model.get_submodule(key.removesuffix(".base_layer.weight"))
-        state[key] = state[key].float() + layer.get_delta_weight("default").float()
+        merged = state[key].float() + layer.get_delta_weight("default").float()
+        state[key] = merged.cpu()  # one layer at a time on the GPU
     merged = {key.replace(".base_layer", ""): x for key, x in state.items() if "lora_" not in key}
     model.save_pretrained(folder, state_dict=merged)
     tokenizer.save_pretrained(folder)
@@ -405,7 +406,9 @@ class Float32AdamW:
             skip = all_skip.item() == 1
         if skip:
             return 0.0
-        for master, weight, grad in zip(self.masters, self.weights, grads):
+        for i, (master, weight) in enumerate(zip(self.masters, self.weights)):
+            grad = grads[i]
+            grads[i] = None  # freed one by one, as their shards take their place
             if grad is None:  # the weight took no part
                 grad = torch.zeros_like(weight, dtype=torch.float32)
             if self.mesh is not None:  # a reduce-scatter: the mean, of which each keeps its shard
