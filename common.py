@@ -207,7 +207,7 @@ def stop_token_ids(model, tokenizer, args):
 def render(tokenizer, chat, args, **options):
     """A chat as text, by the tokenizer's template and the variables of --chat_template_kwargs."""
     options |= json.loads(args.chat_template_kwargs)
-    date = f"{{% macro strftime_now(format) %}}{PROMPT_DATE}{{% endmacro %}}"
+    date = f"{{% macro strftime_now(format) %}}{PROMPT_DATE}{{% endmacro %}}\n"
     try:
         template = date + tokenizer.get_chat_template()
         return tokenizer.apply_chat_template(
@@ -1019,7 +1019,8 @@ class Run:
                 say(f"{copy.name} was edited: the run's copy of it is replaced")
         other = [f"{key[5:]}-{self.config[key]}" for key in EVALUATION if key in changed]
         if "eval_dataset" in changed:
-            other[0] = Path(self.args.eval_dataset or self.args.dataset).stem
+            held_out = self.args.eval_dataset or self.args.dataset
+            other[0] = held_out.removesuffix(".jsonl").strip("./").replace("/", "_")
         self.config |= {key: old.get(key) for key in EVALUATION}  # the run keeps its own
         checkpoint, step = find_checkpoint(self.folder, self.args.steps > 0)
         if 0 < self.args.steps < step:

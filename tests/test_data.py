@@ -89,7 +89,7 @@ def test_24_and_55_a_tenth_of_unreadable_golds_is_an_error(tmp_path, bad):
 def test_39_a_missing_answer_column_is_named_beside_the_found_ones(tmp_path):
     """Fault: KeyError: 'answer'."""
     path = written(tmp_path, {"question": "a", "response": "b"})
-    with pytest.raises(BadInput, match=r"answer or solution.*'question', 'response'"):
+    with pytest.raises(BadInput, match=r"answer\|solution.*'question', 'response'"):
         golds(path)
 
 
@@ -98,7 +98,7 @@ BAD_ROWS = {
     "question is none": ({"question": None, "answer": "1"}, "train row 2.*question"),
     "question is empty": ({"question": " ", "answer": "1"}, "train row 2.*question"),
     "question is a number": ({"question": 7, "answer": "1"}, "train row 2.*question"),
-    "half a character": ('{"question": "\\ud800 1+1=", "answer": "2"}', "train row 2.*surrogate"),
+    "half a character": ('{"question": "\\ud800 1+1=", "answer": "2"}', "train row 2.*is not text"),
     "an empty chat": ({"question": [], "answer": "1"}, "train row 2.*question"),
     "a chat without text": ({"question": [{"role": "user"}]}, "train row 2.*question"),
     "a first turn without text": (
@@ -445,12 +445,11 @@ def test_64_a_run_with_variables(tmp_path, data, tiny, capsys):
 
 
 DATES = {
-    "{%- if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}": "26 Jul 2024",
-    "{{ strftime_now('%B %d, %Y') }}": "July 26, 2024",
-    "\n{{ strftime_now(\"%A, %-d-%m-%y\") }}": "\nFriday, 26-07-24",
-    "{% macro day(x) %}{{ strftime_now(x) }}{% endmacro %}{{ day('%Y-%m-%d %H:%M') }}":
-        "2024-07-26 00:00",
-}  # fmt: skip
+    "{%- if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}": "DATE",
+    "{{ strftime_now('%B %d, %Y') }}": "DATE",
+    "\n{{ strftime_now(\"%A, %-d-%m-%y\") }}": "\nDATE",
+    "{% macro day(x) %}{{ strftime_now(x) }}{% endmacro %}{{ day('%Y-%m-%d %H:%M') }}": "DATE",
+}
 
 
 @pytest.mark.parametrize("template", DATES)
@@ -475,7 +474,7 @@ def test_60_the_prompt_does_not_depend_on_the_day(tokenizer, monkeypatch, templa
     monkeypatch.delenv("TZ")
     time.tzset()
     assert len(unprotected) == 2  # the days do differ here
-    assert prompts == {DATES[template] + "3+4="}
+    assert prompts == {DATES[template].replace("DATE", common.PROMPT_DATE) + "3+4="}
 
 
 def test_60_a_template_without_a_date_is_rendered_as_ever(tokenizer):
@@ -491,7 +490,7 @@ def test_60_the_date_is_kept_with_the_run(data, tmp_path):
     """Fault: a resume with another fixed date is taken for the same run."""
     run(data, tmp_path, "--steps", 1)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["date"] == str(common.PROMPT_DATE)
+    assert config["date"] == common.PROMPT_DATE
     (tmp_path / "config.json").write_text(json.dumps(config | {"date": "2020-01-01"}))
     with pytest.raises(BadInput, match="another one.*date.*2020-01-01"):
         run(data, tmp_path, "--steps", 2, "--resume")
@@ -533,7 +532,7 @@ def test_48_a_prompt_token_outside_the_embedding(tmp_path, tiny):
     for split, other in ("train", "test"), ("test", "train"):
         written(tmp_path, {"question": f"3{added}4=", "answer": "7"}, name=f"{split}.jsonl")
         written(tmp_path, {"question": "3+4=", "answer": "7"}, name=f"{other}.jsonl")
-        with pytest.raises(BadInput, match=f"token id {rows}.* only {rows} ids"):
+        with pytest.raises(BadInput, match=f"token id {rows}, but .* knows only {rows}$"):
             run(tmp_path, tmp_path / "out", *flags, "--prompts_per_step", 1, "--steps", 1)
     assert not (tmp_path / "out/metrics.jsonl").exists()
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import conftest
 import pytest
@@ -197,6 +198,12 @@ def test_ctrl_c_says_how_to_continue(data, tmp_path):
 # --- broken checkpoints ---
 
 
+def write_checkpoint(folder, model, tokenizer):
+    """A checkpoint of step 1 without an optimizer's state."""
+    optimizer = SimpleNamespace(state_dict=dict)
+    common.Run(parse("--output_dir", folder), "grpo.py").save(1, model, tokenizer, optimizer)
+
+
 def truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
@@ -257,7 +264,7 @@ def test_36_too_little_memory_is_not_a_broken_checkpoint(copied, data, monkeypat
         raise RuntimeError("unable to mmap 300 bytes: Cannot allocate memory (12)")
 
     monkeypatch.setattr(torch, "load", load)
-    with pytest.raises(BadInput, match="not enough memory to read .*checkpoint-2/optimizer.pt"):
+    with pytest.raises(BadInput, match="not enough memory .*checkpoint-2/optimizer.pt"):
         run(data, copied, "--steps", 3, "--resume")
     assert contents(copied) == before
 
@@ -299,7 +306,7 @@ def test_36_a_folder_in_a_checkpoint_has_no_size_to_compare(tmp_path):
     model, tokenizer = common.load_model(str(TINY), "cpu")
     # Several templates are saved in a folder of their own.
     tokenizer.chat_template = {"default": "{{ messages }}", "other": "{{ messages }}"}
-    common.write_checkpoint(tmp_path, 1, model, tokenizer, {})
+    write_checkpoint(tmp_path, model, tokenizer)
     folders = {path.name for path in (tmp_path / "checkpoint-1").iterdir() if path.is_dir()}
     sizes = json.loads((tmp_path / "checkpoint-1/whole.json").read_text())["sizes"]
     assert folders and not folders & sizes.keys() and "model.safetensors" in sizes
@@ -382,7 +389,7 @@ def test_58_a_router_with_jitter_is_saved_as_it_came(tmp_path):
     came = save(transformers.MixtralForCausalLM(config), tmp_path / "model")
     model, tokenizer = common.load_model(str(tmp_path / "model"), "cpu")
     assert model.config.router_jitter_noise == 0
-    common.write_checkpoint(tmp_path, 1, model, tokenizer, {})
+    write_checkpoint(tmp_path, model, tokenizer)
     assert saved_settings(tmp_path / "checkpoint-1") == came
     assert came["config.json"]["router_jitter_noise"] == 0.1
     assert model.config.router_jitter_noise == 0  # and the run continues without it
@@ -476,7 +483,7 @@ def test_34_an_edited_script_is_named(copied, data, capsys):
 def test_34_fewer_steps_than_were_taken_is_one_sentence(two_steps, data):
     """Fault: a resume with fewer steps does nothing, says nothing, and rewrites the settings."""
     before = contents(two_steps)
-    with pytest.raises(BadInput, match="at step 2: --steps must be more"):
+    with pytest.raises(BadInput, match="at step 2: .*--steps"):
         run(data, two_steps, "--steps", 1, "--resume")
     assert contents(two_steps) == before
 
@@ -560,11 +567,11 @@ OTHERS = {
     "other": ["--eval_dataset", "other.jsonl"],
     "a_other": ["--eval_dataset", "./a/other.jsonl"],
     "a": ["--eval_dataset", "a/"],
-    "temperature0.0": ["--eval_temperature", 0],
-    "temperature0.5": ["--eval_temperature", 0.5],
-    "problems4": ["--eval_problems", 4],
-    "samples4": ["--eval_samples", 4],
-    "other-samples4": ["--eval_dataset", "other.jsonl", "--eval_samples", 4],
+    "temperature-0.0": ["--eval_temperature", 0],
+    "temperature-0.5": ["--eval_temperature", 0.5],
+    "problems-4": ["--eval_problems", 4],
+    "samples-4": ["--eval_samples", 4],
+    "other-samples-4": ["--eval_dataset", "other.jsonl", "--eval_samples", 4],
 }
 
 
