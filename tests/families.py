@@ -45,6 +45,11 @@ FAMILIES = {  # name: (config class, its fields)
     "falcon-h1, scaled": ("FalconH1Config", {
         **GQA, "lm_head_multiplier": 0.3, "mamba_d_ssm": 32, "mamba_n_heads": 4,
         "mamba_d_head": 8, "mamba_d_state": 8}),
+    "mamba2": ("Mamba2Config", {
+        **SIZES, "state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1}),
+    "granite hybrid": ("GraniteMoeHybridConfig", {
+        **GQA, "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16,
+        "mamba_d_state": 8}),
     "lfm2": ("Lfm2Config", {
         **GQA, "layer_types": ["conv", "full_attention"], "block_ff_dim": 48, "conv_L_cache": 3}),
     "qwen3-next": ("Qwen3NextConfig", {
