@@ -265,8 +265,8 @@ def check_model(model, problems, args):
         ours = head_logits(model, hidden)
     except Exception as error:
         raise BadInput(f"{name} cannot be used here: {first_line(error)}") from error
-    if not ours.isfinite().all():
-        raise BadInput(f"the logits of {args.model} are not finite: its weights are damaged")
+    if not all(x.isfinite().all() for x in (ours, *model.parameters())):
+        raise BadInput(f"the logits or weights of {args.model} are not finite: it is damaged")
     # Healthy models differ by at most 1e-4 of the spread in float32 and 0.02 in bf16.
     limit = theirs.std() * (1e-3 if model.dtype == torch.float32 else 0.3)
     if ours.shape != theirs.shape or not (ours - theirs).abs().max() <= limit:  # or NaN
@@ -371,6 +371,8 @@ class Float32AdamW:
     def __init__(self, model, args):
         self.max_grad_norm = args.max_grad_norm
         self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        if not self.weights:
+            return  # --steps 0: there is nothing to train
         self.mesh = None
         if dist.is_initialized():
             self.mesh = init_device_mesh(self.weights[0].device.type, (dist.get_world_size(),))
