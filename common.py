@@ -597,7 +597,7 @@ def token_logps_and_entropies(model, input_ids, attention_mask, completion_len, 
 # their values, which math-verify's parser and sympy find in a separate process with limits.
 MAX_CHARS = 500  # the longest gold of GSM8K, MATH-500, AMC, AIME and Minerva has 91
 MAX_DEPTH = 12  # brackets inside brackets
-TOLERANCE = 1e-6  # relative, and for decimals only: 0.3333333 is 1/3, 0.333 is not
+TOLERANCE = Fraction(1, 10**6)  # relative, and for decimals only: 0.3333333 is 1/3, 0.333 is not
 CPU_SECONDS = 1.0  # per verdict, in the separate process; most take 0.01 to 0.1
 OR = " ||| "  # between the alternatives of a gold that has several
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -664,6 +664,7 @@ REWRITES = [  # in this order, after the spellings
     (r"(^|[,;])([^<>=,;]*)>(=?)([^<>=,;]*)>(=?)([^<>=,;]*)(?=[,;]|$)", r"\1\6<\5\4<\3\2"),
     (r"([^,;]*)\\pm([^,;]*)", r"\1+\2;\1-\2"),  # 1 \pm \sqrt{2} is two numbers
 ]
+REWRITES = [(re.compile(pattern), new) for pattern, new in REWRITES]
 NUMBER = re.compile(r"-?(?:(?:\d+ )?\d+/0*[1-9]\d*|(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d{1,3})?)", re.A)
 GROUPS = re.compile(r"-?\d{1,3}(?:[, ]\d{3})+(?:\.\d*)?")  # 1,234.50
 RELATION = r"[<>]=?|=|\\(?:ne|equiv|approx|sim|simeq|cong|in|to|propto)(?![a-z])"
@@ -700,12 +701,12 @@ def last_answer(completion):
 @functools.lru_cache(maxsize=10_000)
 def normalize(text):
     """One spelling for all the spellings of an answer."""
-    if re.fullmatch(r"[-\d.,/]*\d", text):
-        return text
+    if re.fullmatch(r"[-\d.,/]*\d|-?\\frac\{\d+\}\{\d+\}", text):
+        return text  # most answers: nothing below would change them
     for spelling, new in SPELLINGS.items():
         text = text.replace(spelling, new)
     for pattern, new in REWRITES:
-        text = re.sub(pattern, new, text.strip().rstrip(".,; "))
+        text = pattern.sub(new, text.strip().rstrip(".,; "))
     styles = (text.title(), text.upper(), text.capitalize())  # the case of AaBb has a meaning
     return text.lower() if re.fullmatch("[A-Za-z' -]{3,}", text) and text in styles else text
 

@@ -525,6 +525,8 @@ def test_29_rationals_exactly_decimals_within_a_millionth():
     assert [verify(boxed(x), "0.5") for x in near_half] == [1, 0, 1, 1, 0]
     tiny = ("1e-20", "1e-30", "0", r"10^{-20}", r"1.0 \times 10^{-20}", "-10^{-20}")
     assert [verify(boxed(x), "1e-20") for x in tiny] == [1, 0, 0, 1, 1, 0]
+    assert [verify(boxed(x), "1e999") for x in ("1e999", "1e998", "0.5")] == [1, 0, 0]
+    assert verify(boxed(r"\sqrt{2}+0.001"), r"\sqrt{2}") == 0
 
 
 # --- 30 to 33: hostile text ---
@@ -796,6 +798,15 @@ def test_the_worker_is_restarted_after_a_kill():
         os.kill(CODE.library["process"].pid, signal.SIGKILL)
         assert verify(boxed(rf"\sqrt{{{n * n * 3}}}"), rf"{n}\sqrt{{3}}") == 1
     assert verify_timeouts() == before
+
+
+def test_a_forked_process_starts_its_own_worker(monkeypatch):
+    """Fault: two processes with one pipe read each other's replies."""
+    pid = CODE.library["process"].pid
+    monkeypatch.setitem(CODE.library, "owner", 0)  # as a child process finds it
+    assert verify(boxed(r"\sqrt{23^2\cdot3}"), r"23\sqrt{3}") == 1
+    assert CODE.library["process"].pid != pid
+    monkeypatch.setitem(CODE.library, "owner", os.getpid())
 
 
 def test_the_worker_leaves_ctrl_c_to_the_caller():
