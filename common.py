@@ -288,7 +288,7 @@ def check_model(model, problems, args):
     # Healthy models differ by at most 1e-4 of the spread in float32 and 0.02 in bf16.
     limit = theirs.std() * (1e-3 if model.dtype == torch.float32 else 0.3)
     if ours.shape != theirs.shape or not (ours - theirs).abs().max() <= limit:  # NaN too
-        uses = "computes logits, or uses cache or padding,"
+        uses = "computes its logits, or uses cache or padding,"
         raise BadInput(f"{name} {uses} in a way that common.py does not know")
 
 
@@ -305,7 +305,7 @@ def check_sampling(batch):
     if worst > 0.5 or mean > limit:
         both = f"{mean:.2g} on average and {worst:.2g} in the worst response"
         raise BadInput(
-            f"sampling and training differ in log-probs by {both}: this model's cache or padding "
+            f"sampling and training disagree on log-probs by {both}: this model's cache or padding "
             "does not work with rollout")
 
 
@@ -1364,7 +1364,7 @@ def load_state(folder):
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "alloc" not in str(error):
             raise
-        raise BadInput(f"not enough memory for {path}: {first_line(error)}") from error
+        raise BadInput(f"not enough memory to read {path}: {first_line(error)}") from error
 
 
 def arg(default, help, at_least=-math.inf, at_most=math.inf):
