@@ -148,7 +148,7 @@ def test_34_a_deleted_log_begins_anew(copied, data):
 
 def harness(mode, work, data):
     flags = [*conftest.SMALL, *FLAGS, "--dataset", data, *"--eval_every 2 --steps 4".split()]
-    flags += "--eval_problems 1 --prompts_per_step 2 --max_new_tokens 12".split()
+    flags += "--eval_problems 1 --eval_samples 1".split()
     script = ROOT / "tests/tools/kill_harness.py"
     result = subprocess.run(
         [sys.executable, str(script), mode, " ".join(flags), str(work)],
