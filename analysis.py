@@ -1,25 +1,33 @@
-"""The papers' claims, measured and drawn: each subcommand prints a table, draws one picture, and says what it found.
+"""The papers' claims, measured and drawn; and two scripts side by side.
 
-    python analysis.py curves runs/*                                    training curves, mean and spread over seeds
-    python analysis.py degeneracy --model runs/grpo --runs runs/grpo    groups without variance, against an i.i.d. guess
-    python analysis.py rank                                             the effective rank of GRPO's gradient
-    python analysis.py length                                           what long and short responses contribute
-    python analysis.py tokens --model runs/ep_grpo                      what EP-GRPO sees in one response
-    python analysis.py passk --model tests/tiny runs/grpo               search compression, or more reach?
+    python analysis.py curves RUN ...         training curves: mean and spread over seeds
+    python analysis.py lengths RUN ...        length of right and of wrong responses during training
+    python analysis.py map RUN ...            final accuracy and collapses, by base, G and algorithm
+    python analysis.py diff grpo.py mine.py   two scripts side by side, as one HTML page
+    python analysis.py degeneracy             zero-variance groups against an i.i.d. prediction
+    python analysis.py rank                   the effective rank of GRPO's gradient
+    python analysis.py share                  what short and long responses add to the gradient
+    python analysis.py tokens                 what EP-GRPO sees in one response, token by token
+    python analysis.py passk --model tests/tiny runs/grpo      pass@k before and after training
 
-A model is a hub name, a folder, or a run: then it is the run's newest checkpoint, with the problems and flags of the
-run. Without --model it is the tiny model in tests/tiny. The sentences after "Found" are computed from the numbers: on
-your model and problems they may say the opposite. Standard errors are over problems, in `curves` over seeds.
+A RUN is a run's folder, or a .jsonl file with many runs, such as docs/runs/tiny.jsonl. The other
+commands take `--model`: a hub name, a folder, or a run. A run stands for its latest checkpoint and
+brings its own problems and flags. Without `--model` they use the tiny model in tests/tiny.
+
+All commands but `diff` print tables and draw one picture, in runs/ unless `--output` is given.
+Standard errors are over problems, standard deviations over seeds.
 """
 
 import argparse
-import dataclasses
-import html
+import fnmatch
+import hashlib
 import itertools
 import json
 import math
+import os
 import sys
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import matplotlib
@@ -27,693 +35,596 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-import torch
-from tqdm import tqdm
 
-import ep_grpo
-import grpo
-import length_alpha
-from common import BadInput, checkpoints, load_model, token_logps_and_entropies, verify
+import probes
+import side_by_side
+from common import BadInput
 
-# Okabe and Ito's colours: told apart with any kind of colour vision. One for each algorithm, in every picture.
-BLUE, RED, GREEN, PINK, ORANGE = LIST = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
-SPARE = "#56B4E9", "#8C564B", "#000000", "#999933"  # for scripts of your own
-COLOURS = {"grpo": BLUE, "dr_grpo": RED, "sign_grpo": GREEN, "length_alpha": PINK, "ep_grpo": ORANGE}
-plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-                     "grid.alpha": 0.25, "figure.dpi": 150, "legend.frameon": False, "legend.fontsize": 8,
-                     "axes.axisbelow": True, "axes.titlesize": 10, "figure.constrained_layout.use": True})  # fmt: skip
-
-
-CLAIMS = {
-    "curves": "Sign paper: sign beats the group mean by 45.4 points at G = 4 (9B model, GSM8K, 7 seeds), and groups "
-    "lack variance more often than an i.i.d. guess says; EP-GRPO paper: 4.8 points above GRPO (3B model)",
-    "degeneracy": "Sign paper: the share of groups without variance always exceeds p^G + (1-p)^G (Jensen's inequality) "
-    "and is 0.69 at G = 4; foundations paper: the gradient's sparsity grows in training",
-    "rank": "foundations paper: the gradient matrix has effective rank ≈ 2 whatever R in {2, 4, 8} (it does not say "
-    "which matrix, nor which rank)",
-    "length": "length paper: a response contributes like L^alpha: whatever its length under GRPO (alpha 0, P2), in "
-    "proportion to it under Dr. GRPO (alpha 1)",
-    "tokens": "EP-GRPO paper: tokens are informative to very different degrees, GRPO gives all tokens of a response "
-    "one sign, and a group of equal rewards need not be silent",
-    "passk": "Sign paper: the gain is mainly search compression, at small k, rather than capacity; EP-GRPO paper: its "
-    "advantage grows with k on hard problems",
+# Okabe and Ito's colours, which any kind of colour vision tells apart: one per algorithm.
+COLOURS = {
+    "grpo": "#0072B2",
+    "dr_grpo": "#D55E00",
+    "sign_grpo": "#009E73",
+    "length_alpha": "#CC79A7",
+    "ep_grpo": "#E69F00",
 }
+SPARE_COLOURS = ["#56B4E9", "#8C564B", "#000000", "#999933"]  # for scripts of your own
+plt.rcParams.update({
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.prop_cycle": matplotlib.cycler(color=[*COLOURS.values(), *SPARE_COLOURS]),
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 10,
+    "figure.constrained_layout.use": True,
+    "figure.dpi": 150,
+    "font.size": 9,
+    "grid.alpha": 0.25,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+})  # fmt: skip
 
 
-# --- what the subcommands share ---
-def table(header, rows):
-    """Print a Markdown table; floats get three digits."""
-    for i, row in enumerate([header, *rows]):
-        print("| " + " | ".join(f"{x:.3f}" if isinstance(x, float) else str(x) for x in row) + " |")
-        if i == 0:
-            print("|" + "---|" * len(header))
-
-
-def finish(figure, options, found):
-    """Save the picture; print which claim it tests, and what the numbers say: a list of sentences."""
-    out = Path(options.out) if Path(options.out).suffix else Path(f"{options.out}.png")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, bbox_inches="tight")
-    except (OSError, ValueError) as error:
-        raise BadInput(f"cannot write the picture --out {out}: {error}") from error
-    plt.close(figure)
-    print(f"\nClaim: {CLAIMS[options.command]}.\nFound: {'; '.join(found)}.\nPicture: {out}")
-
-
-def mean_se(values):
-    """Mean and its standard error, floats; the error of a single value is NaN."""
-    values = np.asarray(values, dtype=float)
-    return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else math.nan
-
-
-def clear(value, error):
-    """1 or -1 if a difference lies over two standard errors above or below 0, else 0, also if the error is NaN."""
-    return int(value > 2 * error) - int(value < -2 * error)
-
-
-def find_model(name):
-    """(what load_model takes, the flags of its run or {}): a run's folder stands for its newest checkpoint."""
-    folder = Path(name or grpo.TINY_DIR)
-    run = folder.parent if folder.name.startswith("checkpoint-") else folder
-    if not (run / "config.json").exists() or "script" not in (config := read_json(run / "config.json")):
-        return name or grpo.TINY_DIR, {}  # not one of our runs
-    if run == folder and not checkpoints(run):
-        raise BadInput(f"the run in {run} has no checkpoint yet: let it save one, or give another --model")
-    return str(checkpoints(run)[-1] if run == folder else folder), config
-
-
-def read_json(path):
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"cannot read {path}: {error}") from error
-
-
-def set_up(options, script=grpo, name=None, run=None):
-    """(model, tokenizer, problems, args): the script's own args, with the flags of the run, then those given here."""
-    path, own = find_model(name or options.model)
-    tiny = Path(path).resolve() == Path(grpo.TINY_DIR).resolve()
-    args = script.parse_args([] if tiny else ["--model", path])
-    known = {field.name for field in dataclasses.fields(args)}
-    flags = (run or own) | {key: value for key, value in vars(options).items() if value is not None}
-    args = dataclasses.replace(args, **{key: value for key, value in flags.items() if key in known})
-    args.model, args.device = path, options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not args.temperature >= 0.01:
-        raise BadInput(f"--temperature must be at least 0.01, not {args.temperature}")
-    model, tokenizer = load_model(path, args.device)
-    source, config = options.dataset or args.eval_dataset or args.dataset, args.dataset_config
-    if not options.dataset and args.eval_dataset:
-        config = options.dataset_config  # as in the scripts: the run's belongs to what it was trained on
-    elif not options.dataset and source.endswith(".jsonl"):
-        raise BadInput(f"the run has no held-out problems, {source} is what it was trained on: give a --dataset")
-    problems = grpo.load_problems(source, config, options.split, tokenizer, args)[: options.problems]
-    if not problems:
-        raise BadInput(f"{source} has no usable problems: another --dataset, or a larger --max_prompt_tokens")
-    return model, tokenizer, problems, args
-
-
-def at_least_two(options):
-    if options.samples < 2:
-        raise BadInput(f"--samples {options.samples} must be at least 2, or a group has no variance")
-
-
-def draw(model, tokenizer, problems, samples, args):
-    """Sample responses; yield one grpo.Batch a problem, P = 1 and G = `samples`, cut to its own longest response."""
-    draws, chunk = grpo.random_stream(args.seed, "evaluation", 0), max(1, 128 // samples)
-    for start in tqdm(range(0, len(problems), chunk), desc="sampling", leave=False):
-        some = problems[start : start + chunk]
-        out = grpo.rollout(model, tokenizer, [problem["prompt_ids"] for problem in some], samples, args, draws)
-        for i, problem in enumerate(some):
-            ids, attention_mask, mask, _, texts = (x[i * samples : (i + 1) * samples] for x in out)
-            rewards = torch.tensor([[verify(text, problem["answer"]) for text in texts]], device=model.device)
-            T = int(mask.sum(1).max())
-            S = ids.shape[1] - mask.shape[1] + T
-            yield grpo.Batch(rewards, mask[:, :T].contiguous(), ids[:, :S], attention_mask[:, :S])
-
-
-def successes(options, name=None, run=None):
-    """How many of --samples responses to each problem are right, (problems,) int."""
-    model, tokenizer, problems, args = set_up(options, name=name, run=run)
-    batches = draw(model, tokenizer, problems, options.samples, args)
-    return np.array([int(batch.rewards.sum()) for batch in batches])
-
-
-def response_gradient(model, batch, row, coefficients, weights, args):
-    """Gradient of sum_t coefficients[row, t] log pi(token t of the row) in each of `weights`, a list of tensors."""
-    used, length = batch.attention_mask[row].bool(), int(batch.mask[row].sum())
-    ids = batch.input_ids[row][used][None]  # (1, S + L) without padding
-    logps, _ = token_logps_and_entropies(model, ids, torch.ones_like(ids), length, args.temperature)  # (1, L)
-    return torch.autograd.grad((coefficients[row, :length] * logps[0]).sum(), weights)
-
-
-# --- curves ---
-# What may differ between the seeds of one curve. Runs that differ in any other flag are never averaged.
-FREE = {"seed", "output_dir", "resume", "device", "eval_every", "log_completions_every", "save_every",
-        "micro_batch_tokens", "gradient_checkpointing"}  # fmt: skip
+# --- the logs of runs ---
+# Flags that may differ within one curve: they do not change what is learned.
+FREE = {
+    "device",
+    "eval_every",
+    "gradient_checkpointing",
+    "log_completions_every",
+    "micro_batch_tokens",
+    "output_dir",
+    "resume",
+    "save_every",
+    "seed",
+}
 SHORT = {"group_size": "G", "alpha": "α", "progress_weight": "λ", "learning_rate": "lr"}
 
 
-def read_run(folder):
-    """{"folder", "config", "train": [...], "eval": [...]}, the lines of metrics.jsonl sorted by kind."""
+class Log:
+    """What a run has logged. Evaluations of other problems than the run's own are left out."""
+
+    def __init__(self, place, name, config, lines, source=None):
+        self.place = place  # where it was read, for messages
+        self.name = name  # its folder's name
+        self.config = config  # its flags, and "script"
+        self.lines = lines  # all of metrics.jsonl
+        self.source = source  # a hash of its script: two scripts may share a name
+        self.script = config["script"]
+        self.train = [add_gap(line) for line in lines if "reward" in line]
+        self.evals = [x for x in lines if "eval_accuracy" in x and "eval_dataset" not in x]
+
+
+def add_gap(line):
+    if line.get("degenerate_iid") is None:
+        return line
+    return {**line, "gap": line["degenerate_frac"] - line["degenerate_iid"]}
+
+
+def read_logs(names, patterns=None):
+    """The logs named by folders and packed files; a run without a training step is skipped."""
+    logs = []
+    for path in map(Path, names):
+        if path.suffix == ".jsonl":
+            logs += read_packed(path)
+        elif not path.exists():
+            raise BadInput(f"{path} does not exist: give a run's folder or a packed .jsonl file")
+        elif (path / "metrics.jsonl").exists():
+            logs.append(read_folder(path))
+        elif path.is_dir():  # runs/* holds pictures too, which need no mention
+            print(f"{path} is not a run's folder, skipped", file=sys.stderr)
+    if patterns:
+        logs = [log for log in logs if any(fnmatch.fnmatch(log.name, p) for p in patterns)]
+    return keep_logs(lambda log: log.train, logs, "has no training step yet")
+
+
+def keep_logs(is_usable, logs, reason):
+    """The usable logs; the others are named and skipped. BadInput if none is usable."""
+    for log in logs:
+        if not is_usable(log):
+            print(f"{log.place} {reason}, skipped", file=sys.stderr)
+    logs = [log for log in logs if is_usable(log)]
+    if not logs:
+        raise BadInput("none of the runs can be used: give others, or check --only")
+    return logs
+
+
+def read_folder(folder):
+    """The log in a run's folder, with the response lengths of its evaluations."""
     folder = Path(folder)
     try:
-        text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]  # the last may be half written
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        texts = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = [json.loads(text) for text in texts if text.endswith("}")]  # the last may be cut
     except (OSError, ValueError) as error:
-        raise BadInput(f"{folder} holds no readable run: {error}") from error
-    run = {"folder": str(folder), "config": read_json(folder / "config.json")}
-    run |= {"train": [x for x in lines if "reward" in x], "eval": [x for x in lines if "eval_accuracy" in x]}
-    for line in run["train"]:
-        line["gap"] = line["degenerate_frac"] - line["degenerate_iid"]
-    return run
+        raise BadInput(f"cannot read the run in {folder}: {error}") from error
+    if "script" not in config:
+        raise BadInput(f"{folder / 'config.json'} does not name its script: not a run's folder")
+    for line in lines:
+        samples = folder / f"eval-{line['step']}.jsonl"
+        if "eval_accuracy" in line and "eval_dataset" not in line and samples.exists():
+            line |= count_lengths(samples)
+    script = folder / f"{config['script']}.py"
+    source = None
+    if script.exists():
+        source = hashlib.sha256(script.read_bytes()).hexdigest()[:12]
+    return Log(str(folder), folder.resolve().name, config, lines, source)
 
 
-def read_runs(folders):
-    """The runs with a training step; others, such as an evaluation only, are named and left out."""
-    runs = [read_run(folder) for folder in folders if not Path(folder).is_file()]  # runs/* holds pictures, too
-    for run in runs:
-        if not run["train"]:
-            print(f"{run['folder']}: no training step yet, left out", file=sys.stderr)
-    runs = [run for run in runs if run["train"]]
-    if not runs:
-        raise BadInput("there is no training step yet in any of the runs")
-    return runs
+def count_lengths(path):
+    """{"lengths_right": [[tokens, responses], ...], "lengths_wrong": ...} of an evaluation."""
+    counts = {"lengths_right": Counter(), "lengths_wrong": Counter()}
+    try:
+        for text in path.read_text(encoding="utf-8").splitlines():
+            line = json.loads(text)
+            for reward, length in zip(line["rewards"], line["lengths"], strict=True):
+                counts["lengths_right" if reward >= 1 else "lengths_wrong"][length] += 1
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"cannot read rewards and lengths in {path}: {error}") from error
+    return {key: sorted(map(list, count.items())) for key, count in counts.items()}
 
 
-def group_runs(runs):
-    """{label: [runs that differ by their seed only]}; a label names the script and whatever flags differ among all."""
-    keys = sorted({key for run in runs for key in run["config"]} - FREE - {"script"})
-    values = {key: {json.dumps(run["config"][key]) for run in runs if key in run["config"]} for key in keys}
-    short = {key: len({Path(json.loads(value) or "").name[:24] for value in values[key]}) == len(values[key])
-             for key in keys if all(value[0] in '"n' for value in values[key])}  # texts (or null) whose ends differ
-    groups = {}
-    for run in sorted(runs, key=lambda run: [*COLOURS, run["config"]["script"]].index(run["config"]["script"])):
-        config, label = run["config"], run["config"]["script"]
-        for key in keys:
-            if key in config and len(values[key]) > 1 and config[key] is not True:
-                value = Path(config[key] or "").name[:24] if short.get(key) else config[key]
-                label += f" no {key}" if value is False else f" {SHORT.get(key, key)}={value}"
-        for other in groups.setdefault(label, []):
-            numbers = [[(line["reward"], line["loss"]) for line in one["train"]] for one in (run, other)]
-            if config["seed"] == other["config"]["seed"] or numbers[0] == numbers[1]:
-                raise BadInput(f"{other['folder']} and {run['folder']} have the same seed or numbers: give one of them")
-        groups[label].append(run)
-    return groups
-
-
-def colours(labels):
-    """{label: colour}: the algorithm's own, paler for each further variant of it."""
-    result, others = {}, [name for name in dict.fromkeys(label.split()[0] for label in labels) if name not in COLOURS]
-    known = COLOURS | {name: SPARE[i % len(SPARE)] for i, name in enumerate(others)}
-    for label in labels:
-        base = np.array(matplotlib.colors.to_rgb(known[label.split()[0]]))
-        same = [other for other in labels if other.split()[0] == label.split()[0]]
-        pale = 0.6 * same.index(label) / max(1, len(same) - 1)
-        result[label] = tuple(base * (1 - pale) + pale)
-    return result
-
-
-def plot_seeds(axis, runs, kind, key, window, **style):
-    """Draw mean and sd (a band) over seeds of running means over `window` lines, at the steps that all seeds have."""
-    curves = []
-    for run in runs:
-        lines = [line for line in run[kind] if line.get(key) is not None]
-        values = np.array([line[key] for line in lines])
-        curves.append({line["step"]: values[max(0, i + 1 - window) : i + 1].mean() for i, line in enumerate(lines)})
-    steps = sorted(set.intersection(*map(set, curves)))
-    y = np.array([[curve[step] for step in steps] for curve in curves])  # (seeds, steps)
-    axis.plot(steps, y.mean(0), **style)
-    if len(runs) > 1 and steps:
-        low, high = y.mean(0) - y.std(0, ddof=1), y.mean(0) + y.std(0, ddof=1)
-        if key == "grad_norm":  # its axis has no 0
-            low = np.maximum(low, y.min(0))
-        axis.fill_between(steps, low, high, color=style["color"], alpha=0.15, linewidth=0)
-
-
-def permutation_p(a, b):
-    """Exact two-sided p-value of a difference of means: the share of all ways to deal the values that part as far."""
-    values, total = [*a, *b], sum(a) + sum(b)
-    far = [abs(sum(some) / len(a) - (total - sum(some)) / len(b)) for some in itertools.combinations(values, len(a))]
-    return float(np.mean(np.array(far) >= abs(np.mean(a) - np.mean(b)) - 1e-12))
-
-
-def curves(options):
-    """Training curves of runs, the seeds of an algorithm as mean and standard deviation."""
-    runs = read_runs(options.runs)
-    groups, rows, final = group_runs(runs), [], {}
-    # Accuracies are compared at a step where every run that is evaluated at all has one.
-    common = set.intersection(*({line["step"] for line in run["eval"]} for run in runs if run["eval"]) or [set()])
-    ends = sorted({min(common), max(common)}) if common else []
-    figure, axes = plt.subplots(2, 3, figsize=(9, 5.2))
-    panels = {
-        "reward": "reward", "eval_accuracy": "held-out accuracy", "completion_len": "response length, tokens",
-        "entropy": "entropy, nats", "gap": "groups without variance − i.i.d.", "grad_norm": "gradient norm",
-    }  # fmt: skip
-    for label, colour in colours(groups).items():
-        runs = groups[label]
-        for axis, (key, title) in zip(axes.flat, panels.items()):
-            kind, window = ("eval", 1) if key == "eval_accuracy" else ("train", options.smooth)
-            plot_seeds(axis, runs, kind, key, window, color=colour, linewidth=1.6)
-            axis.set_title(title)
-        axes[0, 0].plot([], [], color=colour, linewidth=2.5, label=f"{label} ({len(runs)})")
-        lines, shown = [line for run in runs for line in run["eval"]], []
-        for step in ends:
-            final[label] = [line["eval_accuracy"] for line in lines if line["step"] == step]
-            shown.append(f"{np.mean(final[label] or math.nan):.3f}")
-            shown[-1] += f" ± {np.std(final[label], ddof=1):.3f}" if len(final[label]) > 1 else ""
-        lines = [line for run in runs for line in run["train"]]
-        means = [float(np.mean([line[key] for line in lines]))
-                 for key in ("completion_len", "degenerate_frac", "degenerate_iid")]  # fmt: skip
-        rows.append([label, len(runs), max(line["step"] for line in lines), *shown, *means])
-    axes[1, 1].axhline(0, color="black", linestyle="--", linewidth=1)
-    axes[1, 2].set_yscale("log")
-    axes[1, 2].yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
-    axes[1, 2].yaxis.set_major_formatter("{x:g}")
-    axes[1, 2].yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
-    for axis in axes[1]:
-        axis.set_xlabel("step")
-    title = (f"line: running mean of {options.smooth} steps, of accuracy none; mean over seeds, their number in "
-             "brackets; band: ± sd")  # fmt: skip
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=min(5, len(groups)),
-                  title=title, title_fontsize=8)  # fmt: skip
-    accuracy = [f"accuracy ± sd at step {step}" for step in ends]
-    table(["runs", "seeds", "steps", *accuracy, "length", "degenerate", "i.i.d."], rows)
-
-    found = []
-    flags = {label: {key: value for key, value in groups[label][0]["config"].items() if key not in FREE | {"script"}}
-             for label in groups}  # fmt: skip
-    for better, worse in ("sign_grpo", "grpo"), ("sign_grpo", "dr_grpo"), ("ep_grpo", "grpo"):
-        pairs = [(a, b) for a in final for b in final if (a.split()[0], b.split()[0]) == (better, worse)]
-        for label, other in pairs:
-            a, b, mine, others = final[label], final[other], flags[label], flags[other]
-            if a and b and ends[-1] > 0 and all(mine[key] == others[key] for key in mine.keys() & others.keys()):
-                p, least = permutation_p(a, b), 1 / math.comb(len(a) + len(b), len(a))
-                word = "clear" if p < 0.05 else "not clear" if least < 0.05 else "too few seeds to tell"
-                points = 100 * (np.mean(a) - np.mean(b))
-                found.append(f"{label} minus {other} at step {ends[-1]}: {points:+.1f} points, {word} "
-                             f"(p = {p:.2g}, exact permutation test of {len(a)} and {len(b)} seeds)")  # fmt: skip
-    gaps = {row[0]: row[-2] - row[-1] for row in rows}
-    below = [label for label, gap in gaps.items() if gap < 0]
-    found.append(f"groups without variance are {100 * np.mean(list(gaps.values())):+.1f} points from their i.i.d. "
-                 f"prediction on average, below it in: {', '.join(below) or 'none'}")  # fmt: skip
-    finish(figure, options, found)
-
-
-# --- degeneracy ---
-def degenerate_share(n, c, group):
-    """Unbiased chance that `group` of n responses, c of them right, are all right or all wrong (as in pass@k)."""
-    return (math.comb(c, group) + math.comb(n - c, group)) / math.comb(n, group)
-
-
-def degeneracy(options):
-    """Groups without variance: measured, and what one success rate for all problems would predict."""
-    if options.samples < max(options.groups):
-        raise BadInput(f"--samples {options.samples} must be at least the largest of --groups, {max(options.groups)}")
-    groups, found = group_runs(read_runs(options.runs) if options.runs else []), []
-    counts = successes(options)
-    rates, rows = counts / options.samples, []  # (problems,)
-    p, words = rates.mean(), {0: "no different, within 2 se", 1: "above it", -1: "BELOW it"}
-    for G in options.groups:
-        shares = np.array([degenerate_share(options.samples, int(c), G) for c in counts])
-        predicted = float(p**G + (1 - p) ** G)
-        # The prediction moves with the same problems: to first order, one's part in the gap is share - slope * rate.
-        slope = G * (p ** (G - 1) - (1 - p) ** (G - 1))
-        error = mean_se(shares - slope * rates)[1] if shares.any() else math.nan  # no case seen: it may still exist
-        rows.append([G, *mean_se(shares), predicted, float(shares.mean()) - predicted, error])
-        found.append(f"G = {G}: {shares.mean():.3f} against {predicted:.3f}, {words[clear(*rows[-1][-2:])]}"
-                     + ", in the paper 0.69" * (G == 4))  # fmt: skip
-    table(["G", "measured", "± se", "i.i.d. prediction", "gap", "± se"], rows)
-
-    figure, axes = plt.subplots(1, 3 if groups else 2, figsize=(9, 3.2))
-    axes[0].hist(rates, bins=np.linspace(0, 1, min(options.samples, 16) + 1), color=BLUE, edgecolor="white")
-    axes[0].axvline(p, color="black", linestyle="--", label=f"mean {p:.2f}")
-    axes[0].set(xlabel=f"right of {options.samples} responses, share", ylabel="problems", title="success by problem")
-    G, measured, _, _, gap, error = (np.array(column) for column in zip(*rows))
-    axes[1].errorbar(G, 100 * gap, 200 * error, fmt="o", color=BLUE, capsize=3, label="gap ± 2 se")
-    axes[1].axhline(0, color=RED, linestyle="--", label="i.i.d. prediction")
-    axes[1].set_xscale("log", base=2)
-    axes[1].set_xticks(G, [f"{size}\n{share:.3f}" for size, share in zip(G, measured)])
-    axes[1].set(xlabel="group size G, measured share", ylabel="points", title="groups without variance")
-    axes[1].margins(0.1, 0.4)  # room for the legend
-    moves, ends = [], (slice(None, options.smooth), slice(-options.smooth, None))
-    for label, colour in colours(groups).items():
-        for key, style in ("degenerate_frac", {"label": label}), ("degenerate_iid", {"ls": "--", "linewidth": 1}):
-            plot_seeds(axes[2], groups[label], "train", key, options.smooth, color=colour, **style)
-        moves.append([label] + [float(np.mean([line[key] for run in groups[label] for line in run["train"][end]]))
-                                for end in ends for key in ("degenerate_frac", "degenerate_iid")])  # fmt: skip
-        found.append(f"{label}: from {moves[-1][1]:.2f} to {moves[-1][3]:.2f} in training")
-    if groups:
-        print()
-        table(["run", f"first {options.smooth} steps", "i.i.d.", f"last {options.smooth} steps", "i.i.d."], moves)
-        axes[2].set(xlabel="step", ylim=(0, 1.02), title="in training (dashed: i.i.d.)")
-    for axis in axes:
-        axis.legend()
-    finish(figure, options, found)
-
-
-# --- rank ---
-def singular_values(matrix):
-    """Singular values of a (m, n) matrix in float64, from the Gram matrix of its shorter side."""
-    matrix = matrix.double()
-    gram = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
-    return torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
-
-
-def ranks(sigma):
-    """Three meanings of "effective rank" for singular values (n,): stable, entropy, and 95 % of the energy.
-
-    Stable rank: ||G||_F^2 / ||G||_2^2 = sum s^2 / max s^2. Entropy rank (Roy and Vetterli 2007): exp of the entropy of
-    s / sum s. Third: how many of the largest carry 95 % of sum s^2. Each is 1 for rank 1; for n equal s the first two
-    are n."""
-    sigma = sigma.sort(descending=True).values
-    energy = sigma.square()
-    needed = (energy.cumsum(0) < 0.95 * energy.sum() * (1 - 1e-12)).sum() + 1
-    entropy = torch.special.entr(sigma / sigma.sum()).sum()
-    return (energy.sum() / energy[0]).item(), entropy.exp().item(), float(needed)
-
-
-def group_ranks(model, batch, sizes, args, limit):
-    """{R: [the ranks of the response matrix (3) and, on average, of the weight matrices (3); None without variance]}.
-
-    The N responses of one problem are cut into N // R groups. Under GRPO the row of response i is A_i u_i, with u_i the
-    gradient of its mean log-prob (factors that all rows share change no rank), so u_i is computed once for all sizes.
-    The R x parameters matrix enters by its Gram matrix A_i A_j <u_i, u_j>, a sum over weights: at most `limit` numbers
-    are held at once, at the price of another backward a response for each further chunk of weights."""
-    N, result, alive = len(batch.mask), {R: [] for R in sizes}, []
-    for R in sizes:
-        for rows in torch.arange(N // R * R, device=batch.mask.device).split(R):
-            part = grpo.Batch(batch.rewards[:, rows], batch.mask[rows])
-            A = grpo.compute_advantages(part, args)[:, 0].double()  # (R,), the same for every token of a response
-            if A.any():
-                alive.append((R, rows, A, []))
+def read_packed(path):
+    """The logs in a file that tests/tools/pack_runs.py has made."""
+    heads = {}
+    lines = {}
+    number = 0
+    try:
+        for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            line = json.loads(text)
+            name = line.pop("run")
+            if "config" in line:
+                heads[name] = line
+                lines[name] = []
             else:
-                result[R].append(None)
-    chunks, size = [[]], 0
-    for weight in model.parameters() if alive else []:
-        size += N * weight.numel()
-        if chunks[-1] and size > limit:
-            chunks.append([])
-            size = N * weight.numel()
-        chunks[-1].append(weight)
-    gram = torch.zeros(N, N, dtype=torch.float64, device=batch.mask.device)
-    per_token = grpo.compute_weights(batch, args)  # (N, T)
-    for chunk in filter(None, chunks):
-        for u in zip(*(response_gradient(model, batch, i, per_token, chunk, args) for i in range(N))):
-            u = torch.stack(u).double()  # (N, *shape of the weight)
-            gram += u.flatten(1) @ u.flatten(1).T
-            for _, rows, A, by_weight in alive:
-                summed = torch.tensordot(A, u[rows], 1)
-                if summed.dim() == 2 and summed.any():  # a matrix, not a bias or a norm's scale
-                    by_weight.append(ranks(singular_values(summed)))
-    for R, rows, A, by_weight in alive:
-        eigenvalues = torch.linalg.eigvalsh(A[:, None] * gram[rows][:, rows] * A)
-        both = [*ranks(eigenvalues.clamp(min=0).sqrt()), *np.mean(by_weight, 0)] if by_weight else None
-        result[R].append(both)
+                lines[name].append(line)
+        return [
+            Log(f"{path}: {name}", name, head["config"], lines[name], head.get("source"))
+            for name, head in heads.items()
+        ]
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error}") from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise BadInput(f"{path}: line {number} is not one of packed runs: {error}") from error
+
+
+def split_logs(logs):
+    """Lists of logs that differ in their seed only; a seed met twice means different scripts."""
+    groups = {}
+    for log in sorted(logs, key=lambda log: [*COLOURS, log.script].index(log.script)):
+        settings = {key: value for key, value in log.config.items() if key not in FREE}
+        groups.setdefault(json.dumps([settings, log.source], sort_keys=True), []).append(log)
+    result = []
+    for group in groups.values():
+        refuse_copies(group)
+        seeds = {log.config.get("seed") for log in group}
+        result += [group] if len(seeds) == len(group) else [[log] for log in group]
     return result
 
 
-def rank(options):
-    """The effective rank of GRPO's gradient by group size, under six definitions."""
-    if min(options.groups) < 2 or options.samples < max(options.groups):
-        raise BadInput(f"--groups must be at least 2, and --samples {options.samples} at least the largest of them")
-    model, tokenizer, problems, args = set_up(options)
-    results, kinds = {R: [] for R in options.groups}, ("stable", "entropy", "95 %")
-    for batch in draw(model, tokenizer, problems, options.samples, args):
-        for R, some in group_ranks(model, batch, options.groups, args, options.memory_gb * 2**30 / 8).items():
-            results[R] += some
-    kept = {R: [x for x in some if x] for R, some in results.items()}
-    means = {R: np.mean(some, 0) for R, some in kept.items() if some}
-    if not means:
-        raise BadInput("every group was all right or all wrong, so GRPO has no gradient: more --problems, or others")
-    names = [f"{matrix}, {kind}" for matrix in ("responses", "weights") for kind in kinds]
-    table(["R", "groups", "excluded (no variance)", *names],
-          [[R, len(kept[R]), len(results[R]) - len(kept[R]), *map(float, means[R])] for R in means])
+def group_logs(logs):
+    """{label: logs that differ in their seed only}.
 
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
-    titles = "responses: R × parameters, one row each", "weights: the group's gradient, mean over matrices"
-    for axis, title, first in zip(axes, titles, (0, 3)):
-        for i, kind in enumerate(kinds):
-            y = [row[first + i] for row in means.values()]
-            axis.plot(list(means), y, "os^"[i] + "-", color=LIST[i], label=kind)
-        axis.axhline(2, color="black", linestyle="--", linewidth=1, label="the paper: ≈ 2")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log", base=2)
-        axis.set_xticks(list(means), list(means))
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.set(xlabel="group size R", title=title)
-    axes[0].plot(list(means), list(means), color="grey", linestyle=":", label="R, the most possible")
-    axes[0].set_ylabel("effective rank")
-    axes[0].legend()
-    tested = [R for R in (2, 4, 8) if R in means] or list(means)
-    holds, said = [], []
-    for i, name in enumerate(names):
-        values = [means[R][i] for R in tested]
-        holds.append(max(abs(x - 2) for x in values) <= 0.5)
-        said.append(f"{name}: {'holds' if holds[-1] else 'does not hold'}, {', '.join(f'{x:.1f}' for x in values)}")
-    found = [f"at R = {', '.join(map(str, tested))}, 2 ± 0.5 holds by {sum(holds)} of 6 definitions", *said]
-    finish(figure, options, found)
+    A label names the script and the flags that differ among the logs. Where this leaves two groups
+    with the same label (two scripts of one name, say) it adds their folders.
+    """
+    groups = split_logs(logs)
+    labels = [describe(group[0], logs) for group in groups]
+    for i in [i for i, label in enumerate(labels) if labels.count(label) > 1]:
+        places = [log.place for log in groups[i]]
+        labels[i] += f" ({os.path.commonprefix(places).rstrip('_-. ')})"
+    return dict(zip(labels, groups, strict=True))
 
 
-# --- length ---
-def fit_exponent(lengths, values, clusters):
-    """(k, se) of values ~ lengths^k, (n,) each: least squares in logarithms; se allows for related responses.
-
-    Responses to one problem, a cluster, are no independent draws: the sandwich estimate sums their residuals first."""
-    x, y = np.log(lengths), np.log(values)
-    x, y, clusters = x - x.mean(), y - y.mean(), np.asarray(clusters)
-    k = (x @ y) / (x @ x)
-    sums = [(x * (y - k * x))[clusters == cluster].sum() for cluster in np.unique(clusters)]
-    return float(k), float(np.linalg.norm(sums) / (x @ x))
+def refuse_copies(logs):
+    """BadInput if two of the logs hold the same numbers: they would count as two seeds."""
+    for one, other in itertools.combinations(logs, 2):
+        numbers = [[(line["reward"], line.get("loss")) for line in x.train] for x in (one, other)]
+        if numbers[0] == numbers[1]:
+            raise BadInput(f"{one.place} and {other.place} hold the same numbers: give only one")
 
 
-def length(options):
-    """What a response contributes to the gradient, by its length, from GRPO (alpha 0) to Dr. GRPO (alpha 1)."""
-    at_least_two(options)
-    model, tokenizer, problems, args = set_up(options, length_alpha)
-    alphas, weights = options.alphas, list(model.parameters())
-    lengths, clusters, norms, parts, sizes, rights = [], [], [], [], [], []  # one entry a response with an advantage
-    for problem, batch in enumerate(draw(model, tokenizer, problems, options.samples, args)):
-        A = length_alpha.compute_advantages(batch, args)  # (N, T)
-        W = [length_alpha.compute_weights(batch, dataclasses.replace(args, alpha=alpha)) for alpha in alphas]
-        for i in A[:, 0].nonzero()[:, 0].tolist():
-            mean = (batch.mask / batch.mask.sum(1, keepdim=True)).float()  # (N, T)
-            gradient = response_gradient(model, batch, i, mean, weights, args)
-            norms.append(math.sqrt(sum(g.double().square().sum().item() for g in gradient)))
-            parts.append([(w * A.abs())[i].sum().item() for w in W])  # sum_t W |A|, by alpha
-            sizes.append(A[i, 0].abs().item())
-            rights.append(batch.rewards[0, i].item())
-            lengths.append(int(batch.mask[i].sum()))
-            clusters.append(problem)
-    if len(set(lengths)) < 3:
-        raise BadInput(f"{len(lengths)} responses with an advantage have {len(set(lengths))} lengths: more --problems")
-    lengths, clusters, norms, parts, sizes, rights = map(np.array, (lengths, clusters, norms, parts, sizes, rights))
-    rows, found = [], []
-    # W and A are equal along a response, so || sum_t W A grad log pi || = (sum_t W |A|) || grad of the mean log pi ||.
-    shares = parts * norms[:, None]  # (n, alphas)
-    shares /= shares.mean(0)  # 1 is an equal share
-    short, long = lengths <= np.quantile(lengths, 0.25), lengths >= np.quantile(lengths, 0.75)
-    fits = np.array([[fit_exponent(lengths, y[:, a], clusters) for y in (parts, shares)] for a in range(len(alphas))])
-    for alpha, fit, share in zip(alphas, fits, shares.T):
-        ends = float(share[short].mean()), float(share[long].mean())
-        rows.append([alpha, *(f"{k:.2f} ± {se:.2f}" for k, se in fit), *ends])
-    table(["alpha", "weight: k ± se", "gradient: k ± se", "share of the shortest quarter", "of the longest"], rows)
-    print("an equal share is 1\n")
-    # Right and wrong responses differ in length, in |A| and in how surprising they are: a table for each.
-    rows = []
-    for name, kept in ("all", rights >= 0), ("right", rights == 1), ("wrong", rights == 0):
-        if len(set(lengths[kept])) > 2:
-            ks = [fit_exponent(lengths[kept], y[kept], clusters[kept])[0] for y in (sizes, norms * lengths)]
-            rows.append([name, kept.sum(), lengths[kept].min(), lengths[kept].max(), *(f"{k:.2f}" for k in ks)])
-    table(["responses", "number", "shortest", "longest", "|A|: k", "gradient of log pi, no weight: k"], rows)
-    print("the last is 1 if the gradients of a response's tokens agree, 0.5 if they are unrelated")
-    words = {0: "as claimed", 1: "above the claim", -1: "below the claim"}
-    for i in dict.fromkeys((0, len(alphas) - 1)):
-        said = [f"{what} ~ L^{k:.2f} ± {se:.2f}, {words[clear(k - alphas[i], se)]}"
-                for what, (k, se) in zip(("weight", "gradient"), fits[i])]  # fmt: skip
-        found.append(f"alpha {alphas[i]:g}: {'; '.join(said)}")
-    found.append(f"|A| alone ~ L^{rows[0][-2]}, grad log pi ~ L^{rows[0][-1]}: the gradient would not depend on length "
-                 f"at alpha = {alphas[0] - fits[0][1][0]:.2f}")  # fmt: skip
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
-    edges = np.unique(np.quantile(lengths, np.linspace(0, 1, 7)))[1:-1]
-    bins = [np.digitize(lengths, edges) == b for b in range(len(edges) + 1)]
-    for alpha, share, shade in zip(alphas, shares.T, plt.get_cmap("viridis")(np.linspace(0, 0.85, len(alphas)))):
-        points = [(lengths[some].mean(), share[some].mean()) for some in bins if some.any()]
-        axes[0].plot(*zip(*points), "o-", color=shade, label=f"α = {alpha:g}")
-    axes[0].axhline(1, color="black", linestyle="--", linewidth=1)
-    axes[0].set(xlabel="response length, tokens (means of bins)", ylabel="share of the gradient (1: equal)",
-                title="a response's share by its length")  # fmt: skip
-    for i, name in enumerate(("weight, Σ W|Â|, ± 2 se", "gradient, ‖Σ W Â ∇ log π‖, ± 2 se")):
-        axes[1].errorbar(alphas, fits[:, i, 0], 2 * fits[:, i, 1], fmt="so"[i], capsize=3, color=LIST[i], label=name)
-    axes[1].plot(alphas, alphas, color="black", linestyle="--", linewidth=1, label="the paper: k = α")
-    axes[1].set(xlabel="α  (0: 1/L as GRPO, 1: 1/C as Dr. GRPO)", ylabel="k",
-                title="fitted exponent k of share ~ length$^k$")  # fmt: skip
-    for axis in axes:
-        axis.legend()
-    finish(figure, options, found)
+def describe(log, logs, hidden=()):
+    """The script of a log, and those flags, but for hidden ones, on which not all logs agree."""
+    label = log.script
+    for key in sorted(log.config.keys() - FREE - set(hidden) - {"script"}):
+        values = {json.dumps(other.config[key]) for other in logs if key in other.config}
+        value = log.config[key]
+        if len(values) == 1 or value is True:
+            continue
+        if value is False:
+            label += f" no {key}"
+            continue
+        paths = [json.loads(text) for text in values]
+        if all(path is None or isinstance(path, str) for path in paths):
+            ends = {Path(path or "").name[:24] for path in paths}
+            if len(ends) == len(values):  # the ends of the paths tell them apart
+                value = Path(value or "").name[:24]
+        label += f" {SHORT.get(key, key)}={value}"
+    return label
 
 
-# --- tokens ---
-def what_ep_grpo_sees(batch, args):
-    """{name: (N, T)}: entropy, gate, log-ratio, bucket of progress and final advantage of every token of a group."""
-    # The gate does not depend on rewards: given rewards that differ, it is what multiplies grpo's advantage.
-    unlike = dataclasses.replace(batch, rewards=torch.arange(len(batch.mask), device=batch.mask.device)[None] % 2.0)
-    gated = ep_grpo.compute_advantages(unlike, dataclasses.replace(args, progress_weight=0.0))
-    # The bucket has no function of its own: this is step (3) of ep_grpo.compute_advantages.
-    running = torch.where(batch.mask, batch.entropies, 0.0).double().cumsum(1)
-    progress = torch.where(running[:, -1:] > 0, running / running[:, -1:], 0.0)
+def choose_colours(labels):
+    """{label: colour}: the algorithm's own, paler for each further variant of it."""
+    names = list(dict.fromkeys(label.split()[0] for label in labels))
+    known = dict(COLOURS)
+    for i, name in enumerate(name for name in names if name not in COLOURS):
+        known[name] = SPARE_COLOURS[i % len(SPARE_COLOURS)]
+    result = {}
+    for label in labels:
+        name = label.split()[0]
+        variants = [other for other in labels if other.split()[0] == name]
+        pale = 0.6 * variants.index(label) / max(1, len(variants) - 1)
+        result[label] = tuple(np.array(matplotlib.colors.to_rgb(known[name])) * (1 - pale) + pale)
+    return result
+
+
+def read_series(log, key, window=1):
+    """{step: running mean of a logged number over `window` steps}; evaluations have no window."""
+    lines = log.train
+    if any(key in line for line in log.evals):
+        lines = log.evals
+        window = 1
+    lines = [line for line in lines if line.get(key) is not None]
+    values = np.array([line[key] for line in lines])
     return {
-        "entropy": batch.entropies,
-        "gate": gated / torch.where(batch.mask, grpo.compute_advantages(unlike, args), 1.0),
-        "log-ratio": batch.old_logps - batch.ref_logps,
-        "bucket": (args.buckets * progress).floor().clamp(max=args.buckets - 1),
-        "advantage": ep_grpo.compute_advantages(batch, args),
+        line["step"]: float(values[max(0, i + 1 - window) : i + 1].mean())
+        for i, line in enumerate(lines)
     }
 
 
-def token_colours(values, top=None):
-    """(n, 3) pale colours: brown to violet around 0 where values are negative, else white to blue up to `top`."""
-    if min(values) < 0:
-        rgb = plt.get_cmap("PuOr")(0.5 + 0.4 * values / np.abs(values).max())
-    else:
-        rgb = plt.get_cmap("Blues")(0.6 * values / max(top or max(values), 1e-9))
-    return rgb[:, :3]
+def plot_mean(axis, logs, key, colour, window=1, **style):
+    """Mean over seeds, and a band of one standard deviation, at the steps that all seeds have."""
+    curves = [read_series(log, key, window) for log in logs]
+    steps = sorted(set.intersection(*map(set, curves)))
+    y = np.array([[curve[step] for step in steps] for curve in curves])  # (seeds, steps)
+    axis.plot(steps, y.mean(0), color=colour, **style)
+    if len(logs) > 1 and steps:
+        deviation = y.std(0, ddof=1)
+        low = y.mean(0) - deviation
+        if axis.get_yscale() == "log":  # such an axis has no 0
+            low = np.maximum(low, y.min(0))
+        axis.fill_between(steps, low, y.mean(0) + deviation, color=colour, alpha=0.15, linewidth=0)
 
 
-def ink(colour):
-    """Black or white, whichever can be read on an RGB colour."""
-    return "black" if colour @ [0.3, 0.6, 0.1] > 0.45 else "white"
+def make_panels(titles, columns=3):
+    """A figure and {key: axis}, with a title over each panel."""
+    columns = min(columns, len(titles))
+    rows = math.ceil(len(titles) / columns)
+    size = (3 * columns if columns > 1 else 4.5, 2.6 * rows if rows > 1 else 3.2)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
+    panels = dict(zip(titles, axes.flat))
+    for key, axis in panels.items():
+        axis.set_title(titles[key])
+        axis.set_xlabel("step")
+    for axis in axes.flat[len(titles) :]:
+        axis.axis("off")
+    return figure, panels
 
 
-def token_page(title, texts, columns, shades):
-    """A self-contained HTML page: the response once for each quantity, all values in the tooltips, all text escaped."""
-    parts = ["<!DOCTYPE html><html lang=en><meta charset=utf-8><title>What EP-GRPO sees</title><style>"
-             "body{font:15px/1.8 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}p{white-space:pre-wrap}"
-             "span{padding:2px;border-radius:3px;font-family:monospace}</style><h1>What EP-GRPO sees</h1>"
-             f"<p>{html.escape(title)}. Hover over a token for its values.</p>"]  # fmt: skip
-    for name, values in columns.items():
-        parts.append(f"<h2>{name}: {min(values):.3g} to {max(values):.3g}</h2><p>")
-        for t, text in enumerate(texts):
-            tip = html.escape(", ".join(f"{key} {column[t]:.3g}" for key, column in columns.items()))
-            style = f"background:{matplotlib.colors.to_hex(shades[name][t])};color:{ink(shades[name][t])}"
-            parts.append(f'<span style="{style}" title="{tip}">{html.escape(text)}</span>')
-        parts.append("</p>")
-    return "".join(parts) + "</html>\n"
+def add_legend(figure, groups, note):
+    """One legend under all panels: a line per group, with its number of seeds."""
+    colours = choose_colours(list(groups))
+    handles = [
+        matplotlib.lines.Line2D([], [], color=colours[label], linewidth=2.5)
+        for label in groups
+    ]
+    texts = [f"{label} ({len(logs)})" for label, logs in groups.items()]
+    title = f"Lines: mean over seeds (their number in brackets). {note}"
+    columns = min(len(groups), 5 if max(map(len, texts)) < 24 else 2)
+    figure.legend(
+        handles, texts, loc="outside lower center", ncols=columns, title=title, title_fontsize=8
+    )
 
 
-def tokens(options):
-    """One response, its tokens coloured by what EP-GRPO computes; an HTML page beside the picture shows it whole."""
-    at_least_two(options)
-    model, tokenizer, problems, args = set_up(options, ep_grpo)
-    name = options.reference or find_model(options.model)[1].get("model") or grpo.TINY_DIR
-    reference, _ = load_model(find_model(name)[0], args.device, trainable=False)
-    if reference.get_input_embeddings().num_embeddings != model.get_input_embeddings().num_embeddings:
-        raise BadInput(f"{name} has another vocabulary than {args.model}: --reference is the model before training")
-    groups = []
-    for problem, batch in zip(problems, draw(model, tokenizer, problems, options.samples, args)):
-        groups.append((problem, batch))
-        if len(batch.rewards.unique()) > 1:
-            break
-    problem, batch = groups[-1] if len(batch.rewards.unique()) > 1 else groups[0]  # the first with rewards that differ
-    batch.old_logps, batch.entropies = grpo.score(model, batch, args)
-    batch.ref_logps, _ = grpo.score(reference, batch, args)
-    seen, lengths, mask = what_ep_grpo_sees(batch, args), batch.mask.sum(1), batch.mask
-    row = int(lengths.argmax()) if options.row is None else options.row
-    if not 0 <= row < len(lengths):
-        raise BadInput(f"--row {row}: the group has rows 0 to {len(lengths) - 1}")
-    L = int(lengths[row])
-    texts = [tokenizer.decode([token]) for token in batch.input_ids[row, -mask.shape[1] :][:L].tolist()]
-    columns = {name: values[row, :L].cpu().numpy() for name, values in seen.items()}
-    shades = {name: token_colours(x, {"gate": 1, "bucket": args.buckets}.get(name)) for name, x in columns.items()}
-    rewards = [round(x) for x in batch.rewards[0].tolist()]
-    title = f"{problem['question']}   answer {problem['answer']}, reward {rewards[row]}, its group's {rewards}"
-    table(["quantity, over all tokens of the group", "smallest", "mean", "largest"],
-          [[name, *(float(f(x[mask])) for f in (torch.min, torch.mean, torch.max))] for name, x in seen.items()])
-
-    wide, show = 16, min(L, 64)  # tokens in a line of the picture, and in all of it
-    height = len(columns) + 1.7
-    figure, axis = plt.subplots(figsize=(9, 0.4 + 0.28 * height * math.ceil(show / wide)))
-    for t in range(show):
-        x, y = t % wide, -height * (t // wide)
-        shown = texts[t] if texts[t].isprintable() and texts[t].strip() else repr(texts[t])[1:-1]
-        shown = shown if len(shown) < 9 else shown[:7] + "…"
-        size = 10 if len(shown) < 6 else 7
-        axis.text(x + 0.5, y + 1.4, shown, ha="center", va="center", weight="bold", size=size, parse_math=False)
-        for i, (name, values) in enumerate(columns.items()):
-            axis.add_patch(plt.Rectangle((x, y - i), 0.96, 0.92, color=shades[name][t], linewidth=0))
-            number = f"{float(values[t]):z.{0 if name == 'bucket' else 2}f}"
-            axis.text(x + 0.5, y - i + 0.42, number, ha="center", va="center", fontsize=8, color=ink(shades[name][t]))
-            if x == 0:
-                axis.text(-0.15, y - i + 0.42, name, ha="right", va="center")
-    axis.set(xlim=(-1.6, min(show, wide)), ylim=(-height * math.ceil(show / wide) + 1.7, 2))
-    axis.set_title(title[:100] + (f", first {show} of {L} tokens" if show < L else ""), parse_math=False)
-    axis.axis("off")
-
-    entropies = seen["entropy"][mask].sort(descending=True).values
-    share = float(entropies[: max(1, len(entropies) // 5)].sum() / entropies.sum().clamp(min=1e-9))
-    outcome, final = grpo.compute_advantages(batch, args)[mask], seen["advantage"][mask]
-    found = [f"the most uncertain fifth of the group's tokens carries {share:.0%} of the entropy"]
-    if not seen["log-ratio"][mask].any():
-        found.append("model and reference agree everywhere, so there is no progress term: give a trained --model")
-    elif outcome.any():
-        turned = (outcome * final < 0).float().mean().item()
-        found.append(f"the progress term turns the sign of {turned:.1%} of the tokens against the outcome's")
-    else:
-        kept = (final != 0).float().mean().item()
-        found.append(f"rewards are equal: GRPO is silent, {kept:.0%} of the tokens keep a signal")
-    page = Path(options.out).with_suffix(".html")
-    finish(figure, options, found)
-    page.write_text(token_page(title, texts, columns, shades), encoding="utf-8")
-    print(f"Page: {page}")
+# --- curves ---
+PANELS = {
+    "reward": "reward",
+    "eval_accuracy": "held-out accuracy",
+    "completion_len": "response length, tokens",
+    "entropy": "entropy, nats",
+    "gap": "zero-variance groups − i.i.d.",
+    "grad_norm": "gradient norm",
+}
 
 
-# --- passk ---
-def passk(options):
-    """pass@k of several models on the same problems, the first one being the base."""
-    n, base, found = options.samples, options.model[0], []
-    ks = [2**i for i in range(n.bit_length())]  # 1, 2, 4, ... up to n
-    if len(set(options.model)) < 2:
-        raise BadInput("--model takes two models or more, the base first")
-    run = next(filter(None, (find_model(name)[1] for name in options.model)), None)  # the problems of the first run
-    counts = {name: successes(options, name, run) for name in options.model}
-    passes = {name: np.array([[grpo.pass_at_k(n, int(c), k) for k in ks] for c in counts[name]]) for name in counts}
-    table(["model", *(f"pass@{k}" for k in ks), "problems never solved"],
-          [[name, *map(float, x.mean(0)), (counts[name] == 0).sum()] for name, x in passes.items()])
+def draw_curves(options):
+    """Training curves of runs: one per setting, mean and spread over its seeds.
 
-    figure, axis = plt.subplots(figsize=(6.5, 3.8))
-    labels = {name: f"{find_model(name)[1].get('script', 'model')} {name[-50:]}" for name in passes}
-    shades = colours(list(labels.values()))  # an algorithm's own colour for its runs, grey for other models
-    for i, (name, x) in enumerate(passes.items()):
-        colour = shades[labels[name]]
-        mean, error = np.array([mean_se(column) for column in x.T]).T
-        axis.plot(ks, mean, "os^Dv"[i % 5] + "-", color=colour, label=name[-60:])
-        high = np.minimum(mean + 2 * error, 1)
-        axis.fill_between(ks, mean - 2 * error, high, color=colour, alpha=0.15, linewidth=0)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(ks, ks)
-    axis.set(xlabel="k, responses a problem", ylabel="pass@k (band: ± 2 se)")
-    axis.set_title(f"{len(x)} problems, {n} responses each")
-    axis.legend()
+    Claims: the sign baseline beats the group mean by 45.4 points at G = 4 (Sign paper: 9B model,
+    GSM8K, 7 seeds); EP-GRPO beats GRPO by 4.8 points (EP-GRPO paper: 3B model).
+    """
+    logs = read_logs(options.runs, options.only)
+    keys = [key.strip() for key in options.keys.split(",")]
+    check_keys(keys, logs)
+    groups = group_logs(logs)
+    figure, panels = make_panels({key: PANELS.get(key, key) for key in keys})
+    if "grad_norm" in panels:
+        panels["grad_norm"].set_yscale("log")
+        panels["grad_norm"].yaxis.set_major_formatter("{x:g}")
+    if "gap" in panels:
+        panels["gap"].axhline(0, color="black", linestyle="--", linewidth=1)
+    for label, colour in choose_colours(groups).items():
+        for key, axis in panels.items():
+            plot_mean(axis, groups[label], key, colour, options.smooth)
+    smoothed = f" Per-step numbers: means over {options.smooth} steps." * (options.smooth > 1)
+    add_legend(figure, groups, f"Bands: one standard deviation.{smoothed}")
 
-    for name in list(passes)[1:]:
-        (first, first_se), (last, last_se) = (mean_se((passes[name] - passes[base])[:, i]) for i in (0, -1))  # paired
-        verdict = {
-            (1, 1): "mainly search compression, some reach" if first > last else "reach, no less than compression",
-            (1, 0): "search compression", (0, 1): "reach", (0, 0): "no clear change",
-            (1, -1): "search compression at the cost of reach", (-1, 1): "reach at the cost of the first answer",
-        }.get((clear(first, first_se), clear(last, last_se)), "a loss")  # fmt: skip
-        found.append(f"{name} minus {base}: {100 * first:+.1f} ± {100 * first_se:.1f} points at k = 1, "
-                     f"{100 * last:+.1f} ± {100 * last_se:.1f} at k = {ks[-1]}: {verdict}")  # fmt: skip
-        never, solved = counts[base] == 0, counts[name] > 0
-        found.append(f"it solves {(never & solved).sum()} of {never.sum()} problems that the base never does, and "
-                     f"loses {(~never & ~solved).sum()} of {(~never).sum()} others")  # fmt: skip
-    if (ceiling := passes[base][:, -1].mean()) > 0.9:
-        found.append(f"the base has {ceiling:.2f} at k = {ks[-1]}: little reach to gain, harder problems tell more")
-    finish(figure, options, found)
+    steps = shared_evaluations(logs)
+    extra = [key for key in keys if key not in PANELS]
+    tables = [tabulate_curves(groups, steps, extra)]
+    if steps and steps[-1] > 0:
+        tables += compare_scripts(groups, options.against, steps[-1])
+    return tables, figure
+
+
+def check_keys(keys, logs):
+    """BadInput if a key is not a number that some run has logged."""
+    lines = [line for log in logs for line in log.train + log.evals]
+    known = set(PANELS)
+    for line in lines:
+        known |= {key for key, value in line.items() if isinstance(value, (int, float))}
+    for key in keys:
+        if key not in known:
+            raise BadInput(f"--keys: no run has logged a number {key!r}, only {sorted(known)}")
+
+
+def shared_evaluations(logs):
+    """The first and the last step at which every evaluated run has an accuracy."""
+    steps = [{line["step"] for line in log.evals} for log in logs if log.evals]
+    common = set.intersection(*steps) if steps else set()
+    return sorted({min(common), max(common)}) if common else []
+
+
+def tabulate_curves(groups, steps, extra):
+    """A table with a row per curve: accuracies, and means over all steps."""
+    keys = ["completion_len", "degenerate_frac", "degenerate_iid", *extra]
+    header = ["runs", "seeds", "steps"]
+    for step in steps:
+        header += [f"accuracy at step {step}", "sd"]
+    rows = []
+    for label, logs in groups.items():
+        row = [label, len(logs), max(line["step"] for log in logs for line in log.train)]
+        for step in steps:
+            accuracies = accuracies_at(logs, step)
+            row.append(float(np.mean(accuracies)) if accuracies else None)
+            row.append(float(np.std(accuracies, ddof=1)) if len(accuracies) > 1 else None)
+        rows.append(row + [mean_of(logs, key) for key in keys])
+    return "", header + [f"mean {key}" for key in keys], rows
+
+
+def accuracies_at(logs, step):
+    found = [read_series(log, "eval_accuracy").get(step) for log in logs]
+    return [accuracy for accuracy in found if accuracy is not None]
+
+
+def mean_of(logs, key):
+    """Mean of a logged number over all lines of all logs; None where it was not logged."""
+    lines = [line for log in logs for line in log.train + log.evals]
+    values = [line[key] for line in lines if line.get(key) is not None]
+    return float(np.mean(values)) if values else None
+
+
+def compare_scripts(groups, name, step):
+    """How far each curve ends from those of script `name` with the same common flags."""
+    rows = []
+    for (label, logs), (other, others) in itertools.product(groups.items(), repeat=2):
+        if others[0].script != name or logs[0].script == name:
+            continue
+        common = (logs[0].config.keys() & others[0].config.keys()) - FREE - {"script"}
+        a = accuracies_at(logs, step)
+        b = accuracies_at(others, step)
+        if a and b and all(logs[0].config[key] == others[0].config[key] for key in common):
+            points = f"{100 * (np.mean(a) - np.mean(b)):+.1f}"
+            mirrored = 2 if len(a) == len(b) else 1  # then the opposite split is as extreme
+            least = mirrored / math.comb(len(a) + len(b), len(a))
+            rows.append([label, other, points, permutation_p(a, b), least])
+    caption = (
+        f"Differences in accuracy at step {step}. p: exact permutation test over seeds, beside the "
+        "smallest p that so few seeds can reach."
+    )
+    header = ["runs", "minus", "points", "p", "smallest possible p"]
+    return [(caption, header, rows)] if rows else []
+
+
+def permutation_p(a, b):
+    """Exact two-sided p-value: the share of all ways to split the values that differ as much."""
+    values = [*a, *b]
+    total = sum(values)
+    splits = itertools.combinations(values, len(a))
+    gaps = [abs(sum(one) / len(a) - (total - sum(one)) / len(b)) for one in splits]
+    return float(np.mean(np.array(gaps) >= abs(np.mean(a) - np.mean(b)) - 1e-12))
+
+
+# --- lengths ---
+def draw_lengths(options):
+    """Length of right and of wrong responses during training, from the evaluations.
+
+    Claim (Dr. GRPO paper): a weight of 1/L makes wrong responses grow; a constant weight does not.
+    """
+    logs = read_logs(options.runs, options.only)
+    for log in logs:
+        log.evals = [line for line in log.evals if "lengths_right" in line]
+    logs = keep_logs(lambda log: log.evals, logs, "has no evaluation that recorded lengths")
+    counts = [log.evals[0][f"lengths_{kind}"] for log in logs for kind in ("right", "wrong")]
+    long = options.long or round(weighted_mean(sum(counts, []), lambda length: length))
+    for line in (line for log in logs for line in log.evals):
+        for kind in ("right", "wrong"):
+            counts = line[f"lengths_{kind}"]
+            line[f"mean_{kind}"] = weighted_mean(counts, lambda length: length)
+            line[f"long_{kind}"] = weighted_mean(counts, lambda length: length > long)
+    groups = group_logs(logs)
+    figure, panels = make_panels({
+        "mean_right": "right responses, mean tokens",
+        "mean_wrong": "wrong responses, mean tokens",
+        "long_wrong": f"share of wrong ones over {long} tokens",
+    })  # fmt: skip
+    panels["mean_wrong"].sharey(panels["mean_right"])
+    for label, colour in choose_colours(groups).items():
+        for key, axis in panels.items():
+            plot_mean(axis, groups[label], key, colour)
+    add_legend(figure, groups, "Bands: one standard deviation.")
+    return [tabulate_lengths(groups, long)], figure
+
+
+def weighted_mean(counts, value):
+    """Mean of value(length) over [[length, responses], ...]; None without responses."""
+    total = sum(count for _, count in counts)
+    return sum(value(length) * count for length, count in counts) / total if total else None
+
+
+def tabulate_lengths(groups, long):
+    """A table with two rows per curve, its first and its last evaluation."""
+    keys = ["mean_right", "long_right", "mean_wrong", "long_wrong"]
+    rows = []
+    for label, logs in groups.items():
+        for end in (0, -1):
+            lines = [log.evals[end] for log in logs]
+            row = [label, len(logs), max(line["step"] for line in lines)]
+            for key in keys:
+                values = [line[key] for line in lines if line[key] is not None]
+                row.append(float(np.mean(values)) if values else None)
+            rows.append(row)
+    caption = f"Means over seeds at the first and the last evaluation. Long: over {long} tokens."
+    names = ["right: tokens", "right: share long", "wrong: tokens", "wrong: share long"]
+    return caption, ["runs", "seeds", "step", *names], rows
+
+
+# --- map ---
+# What a row of the map stands for. The other flags that differ name its columns.
+MAP_ROWS = {"model", "dataset", "group_size"}
+MAP_PANELS = {
+    "accuracy": "final accuracy",
+    "half": "steps to half of it",
+    "collapsed": "share of runs that collapse",
+    "gap": "zero-variance groups − i.i.d.",
+}
+MAP_TOPS = {"accuracy": 1, "collapsed": 1}  # where the colours end, if not at the largest number
+
+
+def draw_map(options):
+    """Final accuracy, speed, collapses and zero-variance groups, by base, G and algorithm.
+
+    Claims (Sign paper): where the base is weak and G small, the group mean stalls and the sign
+    baseline learns; there are more zero-variance groups than p^G + (1 - p)^G.
+    """
+    logs = read_logs(options.runs, options.only)
+    evaluated = keep_logs(
+        lambda log: len(log.evals) > 1 and log.evals[0]["step"] == 0,
+        logs,
+        "was not evaluated at step 0 and later",
+    )
+    cells = {}  # {(base and G, algorithm): logs}
+    for group in split_logs(evaluated):
+        row = name_base(group[0], evaluated)
+        column = describe(group[0], evaluated, MAP_ROWS)
+        if (row, column) in cells:  # two scripts of one name
+            column += f" ({group[0].place})"
+        cells[row, column] = group
+    numbers = {key: summarize_cell(cells[key]) for key in sorted(cells, key=order_of_cell)}
+    caption = (
+        "Means over seeds. Collapse: a run ends over a point below half of its best accuracy. "
+        "Steps to half of the final accuracy are those of the others."
+    )
+    header = ["base and G", "algorithm", "seeds", *MAP_PANELS.values(), "zero-variance groups"]
+    rows = [[*key, len(cells[key]), *numbers[key].values()] for key in numbers]
+    return [(caption, header, rows)], plot_map(numbers)
+
+
+def name_base(log, logs):
+    """The base of a log, by its mean accuracy at step 0 over all runs from it, and the log's G."""
+    bases = {}
+    for other in logs:
+        key = str(other.config.get("model")), str(other.config.get("dataset"))
+        bases.setdefault(key, []).append(other.evals[0]["eval_accuracy"])
+    names = {key: f"base {100 * np.mean(values):.1f} %" for key, values in bases.items()}
+    key = str(log.config.get("model")), str(log.config.get("dataset"))
+    name = names[key]
+    if list(names.values()).count(name) > 1:
+        name += " " + ", ".join(key)
+    return f"{name}, G = {log.config.get('group_size')}"
+
+
+def order_of_cell(key):
+    """By base, then by G; the algorithms stay in their order."""
+    return float(key[0].split()[1]), int(key[0].split()[-1])
+
+
+def summarize_cell(logs):
+    """The numbers of one cell of the map, means over its runs."""
+    finals = []
+    halves = []
+    for log in logs:
+        accuracies = [line["eval_accuracy"] for line in log.evals]
+        finals.append(accuracies[-1])
+        if accuracies[-1] >= max(accuracies) / 2 - 0.01:
+            half = [line for line in log.evals if line["eval_accuracy"] >= accuracies[-1] / 2]
+            halves.append(half[0]["step"])
+    return {
+        "accuracy": float(np.mean(finals)),
+        "half": float(np.mean(halves)) if halves else None,
+        "collapsed": 1 - len(halves) / len(logs),
+        "gap": mean_of(logs, "gap"),
+        "zero_variance": mean_of(logs, "degenerate_frac"),
+    }
+
+
+def plot_map(numbers):
+    """A heat map per number: a row per base and G, a column per algorithm."""
+    rows = list(dict.fromkeys(row for row, _ in numbers))
+    columns = list(dict.fromkeys(column for _, column in numbers))
+    size = (3 + 2 * max(1.5, 0.7 * len(columns)), 2 + 0.6 * len(rows))
+    figure, axes = plt.subplots(2, 2, figsize=size, sharex=True, sharey=True)
+    for axis, (name, title) in zip(axes.flat, MAP_PANELS.items()):
+        values = np.full((len(rows), len(columns)), math.nan)
+        for (row, column), cell in numbers.items():
+            if cell[name] is not None:
+                values[rows.index(row), columns.index(column)] = cell[name]
+        image = axis.imshow(values, aspect="auto", vmin=0, vmax=MAP_TOPS.get(name))
+        for (y, x), value in np.ndenumerate(values):
+            if not math.isnan(value):
+                ink = probes.readable_ink(np.array(image.to_rgba(value)[:3]))
+                text = f"{value:.0f}" if name == "half" else f"{value:.2f}"
+                axis.text(x, y, text, ha="center", va="center", color=ink, fontsize=8)
+        axis.set_title(title, fontsize=9)
+        axis.set_xticks(range(len(columns)), columns, rotation=40, ha="right")
+        axis.set_yticks(range(len(rows)), rows)
+        axis.grid(False)
+    return figure
 
 
 # --- the command line ---
+def print_table(caption, header, rows):
+    """A Markdown table: three digits per float, a dash where there is no number."""
+    if caption:
+        print(f"{caption}\n")
+    print("| " + " | ".join(header) + " |")
+    print("|" + "---|" * len(header))
+    for row in rows:
+        print("| " + " | ".join(format_cell(value) for value in row) + " |")
+    print()
+
+
+def format_cell(value):
+    if value is None or isinstance(value, float) and math.isnan(value):
+        return "–"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.2g}" if 0 < abs(value) < 0.0005 else f"{value:.3f}"
+
+
+def save_picture(figure, path):
+    """Save the picture, as .png if the path has no ending; returns its path."""
+    path = path if path.suffix else Path(f"{path}.png")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, bbox_inches="tight")
+    except (OSError, ValueError) as error:
+        raise BadInput(f"cannot write the picture --output {path}: {error}") from error
+    plt.close(figure)
+    return path
+
+
 def positive(text):
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
@@ -721,51 +632,53 @@ def positive(text):
 
 
 def parse_options(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(function, problems=None, samples=None, groups=False, smooth=False):
-        sub = commands.add_parser(function.__name__, help=function.__doc__, description=function.__doc__,
-                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-        sub.set_defaults(function=function)
-        sub.add_argument("--out", default=f"runs/{function.__name__}.png", help="the picture")
-        if smooth:
-            sub.add_argument("--smooth", type=positive, default=5, help="steps in a running mean")
-        if groups:
-            sub.add_argument("--groups", type=positive, nargs="+", default=[2, 4, 8, 16], help="group sizes")
-        if problems:
-            many = {"nargs": "+", "required": True} if function is passk else {}
-            sub.add_argument("--model", **many, help="hub name, folder or run; the base first (none: the tiny model)")
-            sub.add_argument("--dataset", help="as in grpo.py, or a benchmark (none: held-out problems of the run)")
-            sub.add_argument("--split", default="test", help="which part of it")
-            sub.add_argument("--problems", type=positive, default=problems, help="how many problems")
-            sub.add_argument("--samples", type=positive, default=samples, help="responses a problem")
-            sub.add_argument("--seed", type=int, default=0, help="of the samples")
-            for flag, kind in {"dataset_config": str, "instruction": str, "temperature": float, "device": str,
-                               "max_prompt_tokens": positive, "max_new_tokens": positive}.items():  # fmt: skip
-                sub.add_argument(f"--{flag}", type=kind, help="as in grpo.py (none: as in the run)")
-        return sub
+    def add(name, function, text=None):
+        text = text or function.__doc__
+        command = commands.add_parser(name, help=text.split("\n")[0], description=text)
+        command.set_defaults(function=function)
+        command.add_argument("--output", "--out", help="the file to write (default: in runs/)")
+        return command
 
-    sub = command(curves, smooth=True)
-    sub.add_argument("runs", nargs="+", help="run folders; those that differ by the seed only become one curve")
-    sub = command(degeneracy, 200, 32, groups=True, smooth=True)
-    sub.add_argument("--runs", nargs="+", default=[], help="run folders: the share during training")
-    sub = command(rank, 48, 16, groups=True)
-    sub.add_argument("--memory_gb", type=float, default=2.0, help="gradients held at once; less memory takes longer")
-    sub = command(length, 100, 8)
-    sub.add_argument("--alphas", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0], help="0 GRPO, 1 Dr. GRPO")
-    sub = command(tokens, 100, 8)
-    sub.add_argument("--reference", help="the model before training (none: what the run began with)")
-    sub.add_argument("--row", type=int, help="which response of the group (none: the longest)")
-    command(passk, 100, 32)
+    def add_logs(name, function):
+        command = add(name, function)
+        command.add_argument("runs", nargs="+", help="run folders, or packed .jsonl files")
+        command.add_argument("--only", nargs="+", help="patterns of run names, such as '*_G8_*'")
+        return command
+
+    curves = add_logs("curves", draw_curves)
+    curves.add_argument("--keys", default=",".join(PANELS), help="logged numbers (default: six)")
+    curves.add_argument("--smooth", type=positive, default=5, help="steps per mean (default: 5)")
+    curves.add_argument("--against", default="grpo", help="script to compare with (grpo)")
+    lengths = add_logs("lengths", draw_lengths)
+    lengths.add_argument("--long", type=positive, help="tokens (default: the base's mean length)")
+    add_logs("map", draw_map)
+    diff = add("diff", None, "Two scripts side by side, as one HTML page.")
+    diff.add_argument("scripts", nargs="*", help="the first beside each other one (default: all)")
+    probes.add_commands(add)
     return parser.parse_args(argv)
 
 
+def main(argv=None):
+    options = parse_options(argv)
+    if options.command == "diff":
+        print(f"Page: {side_by_side.write_page(options.scripts, options.output)}")
+        return
+    tables, figure = options.function(options)
+    for table in tables:
+        print_table(*table)
+    path = save_picture(figure, Path(options.output or f"runs/{options.command}.png"))
+    claim = options.function.__doc__.partition("\n\n")[2]
+    print(f"{' '.join(claim.split())}\nPicture: {path}")
+
+
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", message="Glyph")  # a token in a script that matplotlib's font lacks
+    warnings.filterwarnings("ignore", message="Glyph")  # a token that matplotlib's font lacks
     try:
-        options = parse_options()
-        options.function(options)
+        main()
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -74,3 +74,57 @@ def tiny():
 @pytest.fixture
 def tokenizer():
     return transformers.AutoTokenizer.from_pretrained(TINY)
+
+
+# --- small batches, and the loss on them ---
+every_script = pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+
+
+def make_args(script, **changed):
+    """A script's Args for small batches: C is 16."""
+    return script.Args(max_new_tokens=16, **changed)
+
+
+def make_batch(script, kind="random", seed=0, P=3, G=4, T=7, off_mask=0.0, device="cpu"):
+    """A rewarded and scored rollout of the given kind, with off_mask where mask is False."""
+    draws = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, T + 1, (P * G, 1), generator=draws)
+    rewards = (torch.rand(P, G, generator=draws) < 0.5).float()
+    entropies = 2 * torch.rand(P * G, T, generator=draws)
+    if kind == "all right":
+        rewards.fill_(1.0)
+    elif kind == "all wrong":
+        rewards.fill_(0.0)
+    elif kind == "graded" and script is not sign_grpo:  # which takes only 0 and 1
+        rewards = torch.randn(P, G, generator=draws)
+    elif kind == "flat entropy":
+        entropies.fill_(0.7)
+    elif kind == "zero entropy":
+        entropies.fill_(0.0)
+        entropies[:G] = 0.3  # one group has some
+    elif kind == "one token":
+        lengths.fill_(1)
+    elif kind == "empty rows":
+        lengths[::3] = 0
+    mask = torch.arange(T) < lengths
+    old_logps = -3 * torch.rand(P * G, T, generator=draws)
+    ref_logps = old_logps + 0.3 * torch.randn(P * G, T, generator=draws)
+    scores = {"old_logps": old_logps, "ref_logps": ref_logps, "entropies": entropies}
+    scores = {name: x.where(mask, off_mask).to(device) for name, x in scores.items()}
+    return script.Batch(rewards=rewards.to(device), mask=mask.to(device), **scores)
+
+
+def both(script, batch, args):
+    """The results of the algorithm's two functions."""
+    return script.compute_advantages(batch, args), script.compute_weights(batch, args)
+
+
+def loss_and_gradient(script, logps, batch, advantages, weights, args, part=(slice(None),) * 2):
+    """policy_loss on part of a batch, its gradient in the log-probs, and its metrics."""
+    logps = logps.clone().requires_grad_()
+    ref_logps = None if batch.ref_logps is None else batch.ref_logps[part]
+    loss, metrics = script.policy_loss(
+        logps[part], batch.old_logps[part], ref_logps, advantages[part], weights[part],
+        batch.mask[part], args)  # fmt: skip
+    loss.backward()
+    return loss.detach(), logps.grad, metrics

@@ -1,330 +1,426 @@
-"""analysis.py: its estimators against brute force and known answers, and every subcommand from end to end."""
+"""analysis.py on the logs of runs: what is averaged, what is drawn, and what is refused."""
 
-import itertools
 import json
-import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-import torch
 
 import analysis
-import ep_grpo
-import grpo
-from common import BadInput, load_model
+from common import BadInput
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "tests" / "tools"))
+
+import pack_runs  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def drawn():
-    """The tiny model, its args, and 6 different responses to one problem, rewards overwritten: two are right."""
-    args = grpo.parse_args(["--temperature", "2.0"])
-    model, tokenizer = load_model(args.model, "cpu")
-    problems = grpo.load_problems(args.dataset, None, "test", tokenizer, args)[:1]
-    batch = next(analysis.draw(model, tokenizer, problems, 6, args))
-    assert len({tuple(ids) for ids in batch.input_ids.tolist()}) == 6
-    batch.rewards = torch.tensor([[1.0, 0, 1, 0, 0, 0]])
-    return model, args, batch
-
-
-def metrics(step, reward, loss):
+def make_line(step, reward, loss, **more):
     """A training step's line of metrics.jsonl."""
-    line = {"step": step, "reward": reward, "degenerate_frac": 0.3, "degenerate_iid": 0.2, "completion_len": 12.0}
-    return line | {"entropy": 0.5, "loss": loss, "grad_norm": 0.1}
+    line = {"step": step, "reward": reward, "loss": loss, "grad_norm": 0.1, "entropy": 0.5}
+    line |= {"degenerate_frac": 0.3, "degenerate_iid": 0.2, "completion_len": 12.0}
+    return line | more
 
 
-def make_run(folder, script, seed, accuracy=0.5, **flags):
-    """A run's folder with three steps and an evaluation before and after them."""
+def make_run(folder, script="grpo", seed=0, accuracies=(0.4, 0.5), lengths=None, **flags):
+    """A run's folder: two steps between evaluations.
+
+    lengths: for each evaluation two lists, the token counts of right and of wrong responses.
+    """
     folder.mkdir(parents=True)
     config = {"script": script, "seed": seed, "output_dir": str(folder), "group_size": 8} | flags
     (folder / "config.json").write_text(json.dumps(config))
-    lines = [{"step": 0, "eval_accuracy": 0.4}]
-    lines += [metrics(step, 0.4 + step / 10, step / 10 + seed / 100) for step in (1, 2, 3)]
-    lines += [{"step": 3, "eval_accuracy": accuracy}]
+    lines = [{"step": 0, "eval_accuracy": accuracies[0]}]
+    for i, accuracy in enumerate(accuracies[1:]):
+        for step in (2 * i + 1, 2 * i + 2):
+            lines.append(make_line(step, 0.4 + step / 10, step / 10 + seed / 100))
+        lines.append({"step": 2 * i + 2, "eval_accuracy": accuracy})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for i, (right, wrong) in enumerate(lengths or []):
+        sample = {"question": "?", "answer": "1", "samples": ["?"] * len(right + wrong)}
+        sample |= {"rewards": [1.0] * len(right) + [0.5] * len(wrong), "lengths": right + wrong}
+        (folder / f"eval-{2 * i}.jsonl").write_text(json.dumps(sample) + "\n")
     return str(folder)
 
 
 def run(*argv):
-    """A subcommand as the command line starts it."""
+    """(tables, figure) of a command."""
     options = analysis.parse_options([str(x) for x in argv])
-    options.function(options)
+    return options.function(options)
 
 
-# --- estimators ---
-def test_degenerate_share_is_the_mean_over_all_groups_that_could_be_drawn():
-    for n, group in (6, 2), (6, 3), (7, 4), (5, 5):
-        for c in range(n + 1):
-            groups = list(itertools.combinations([1] * c + [0] * (n - c), group))
-            share = sum(len(set(some)) == 1 for some in groups) / len(groups)
-            assert analysis.degenerate_share(n, c, group) == pytest.approx(share)
+def drawn(figure):
+    """Everything that is drawn: the numbers of all lines and bands, panel by panel."""
+    panels = []
+    for axis in figure.axes:
+        lines = [line.get_xydata().tolist() for line in axis.lines]
+        panels.append(lines + [c.get_paths()[0].vertices.tolist() for c in axis.collections])
+    return panels
 
 
-def test_ranks_of_matrices_with_known_singular_values():
-    left, right = (torch.linalg.qr(torch.randn(n, 4, dtype=torch.float64)).Q for n in (9, 30))
-    cases = ([5, 5, 5, 5], 4, 4), ([3, 0, 0, 0], 1, 1), ([2, 1, 1, 0], 1.5, 3), ([10, 1, 1, 1], 1.03, 1)
-    for values, stable, needed in cases:
-        sigma = torch.tensor(values, dtype=torch.float64)
-        matrix = left @ torch.diag(sigma) @ right.T
-        q = [x / sum(values) for x in values if x]
-        expected = stable, math.exp(-sum(x * math.log(x) for x in q)), needed
-        for turned in (matrix, matrix.T):
-            # A Gram matrix squares: a 0 comes back as up to 1e-8 of the largest, and the entropy sees x log x of it.
-            assert analysis.ranks(analysis.singular_values(turned)) == pytest.approx(expected, abs=1e-5)
+def labels_of(*folders):
+    groups = analysis.group_logs(analysis.read_logs(folders))
+    return {label: len(logs) for label, logs in groups.items()}
 
 
-def test_fit_exponent_recovers_a_known_one():
-    random = np.random.default_rng(0)
-    lengths = random.integers(4, 300, 400)
-    k, se = analysis.fit_exponent(lengths, 3.0 * lengths**0.7, np.arange(400))
-    assert (k, se) == (pytest.approx(0.7), pytest.approx(0, abs=1e-9))
-    # The error is the scatter of the fits: independent noise, and noise that the ten responses of a cluster share.
-    for clusters in np.arange(400), np.arange(400) // 10:
-        lengths = np.exp(random.normal(4, 1, 400))[clusters]
-        fits = []
-        for _ in range(300):
-            noise = random.normal(0, 0.5, 400)[clusters]
-            fits.append(analysis.fit_exponent(lengths, lengths**0.3 * np.exp(noise), clusters))
-        ks, errors = np.array(fits).T
-        assert ks.mean() == pytest.approx(0.3, abs=0.02)
-        assert np.mean(errors) == pytest.approx(ks.std(), rel=0.25)
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+# --- what is averaged ---
+def test_runs_are_grouped_by_all_that_differs_but_the_seed(tmp_path):
+    off = {"entropy_gate": False, "progress_weight": 0.1}
+    folders = [
+        make_run(tmp_path / "a", "grpo", 0),
+        make_run(tmp_path / "b", "grpo", 1, save_every=7),
+        make_run(tmp_path / "c", "grpo", 0, group_size=4),
+        make_run(tmp_path / "d", "length_alpha", 0, alpha=0.5),
+        make_run(tmp_path / "e", "length_alpha", 0, alpha=1.0),
+        make_run(tmp_path / "f", "ep_grpo", 0, entropy_gate=True, progress_weight=0.1),
+        make_run(tmp_path / "g", "ep_grpo", 0, **off),
+        make_run(tmp_path / "h", "ep_grpo", 1, **off),
+    ]
+    labels = labels_of(*folders)
+    assert labels == {
+        "grpo G=8": 2,
+        "grpo G=4": 1,
+        "length_alpha α=0.5 G=8": 1,
+        "length_alpha α=1.0 G=8": 1,
+        "ep_grpo G=8": 1,
+        "ep_grpo no entropy_gate G=8": 2,
+    }
+    assert len(set(analysis.choose_colours(labels).values())) == len(labels)
+
+
+def test_only_equal_settings_are_averaged_whatever_the_ends_of_names(tmp_path):
+    folders = [
+        make_run(tmp_path / name, "grpo", seed, model=f"runs/{name}/checkpoint-500", beta=seed / 10)
+        for seed, name in enumerate(["3b", "7b"])
+    ]
+    folders.append(make_run(tmp_path / "none", "grpo", 2, model=None, beta=0.0))
+    folders.append(make_run(tmp_path / "none_too", "grpo", 3, model=None, beta=0.2))
+    labels = labels_of(*folders)
+    assert list(labels.values()) == [1, 1, 1, 1]
+    names = [label.split("model=")[1] for label in labels]
+    assert names == ["runs/3b/checkpoint-500", "runs/7b/checkpoint-500", "None", "None"]
+
+
+def test_a_setting_that_no_label_can_show_still_keeps_runs_apart(tmp_path):
+    """An older run has no such flag, and a flag that is on is not named."""
+    a = make_run(tmp_path / "old", "mine", 0)
+    b = make_run(tmp_path / "new", "mine", 1, gradient_noise=True)
+    assert labels_of(a, b) == {f"mine ({a})": 1, f"mine ({b})": 1}
+
+
+def test_two_scripts_of_one_name_and_seed_are_told_apart_by_their_folders(tmp_path):
+    folders = []
+    for version in ("first", "second"):
+        for seed in (0, 1):
+            folder = make_run(tmp_path / f"{version}_{seed}", "mine", seed)
+            Path(folder, "mine.py").write_text(f"# the {version} version\n")
+            folders.append(folder)
+    expected = {f"mine ({tmp_path}/first)": 2, f"mine ({tmp_path}/second)": 2}
+    assert labels_of(*folders) == expected
+    pack_runs.main([str(tmp_path / "packed.jsonl"), *folders])
+    packed = labels_of(tmp_path / "packed.jsonl")
+    assert list(packed.values()) == [2, 2] and "first" in list(packed)[0]
+
+
+def test_a_seed_met_twice_is_not_a_second_seed(tmp_path):
+    a = make_run(tmp_path / "a", "mine", 0)
+    b = make_run(tmp_path / "b", "mine", 0)
+    other = Path(b, "metrics.jsonl").read_text().replace('"loss": 0.', '"loss": 5.')
+    Path(b, "metrics.jsonl").write_text(other)  # on another machine
+    assert labels_of(a, b) == {f"mine ({a})": 1, f"mine ({b})": 1}
+
+
+def test_the_same_numbers_are_refused_as_a_second_seed(tmp_path):
+    a = make_run(tmp_path / "a", "grpo", 0)
+    b = make_run(tmp_path / "b", "grpo", 1)
+    with pytest.raises(BadInput, match="the same numbers"):
+        run("curves", a, a)
+    shutil.copy(Path(a, "metrics.jsonl"), b)
+    with pytest.raises(BadInput, match=f"{a} and {b} hold the same numbers"):
+        run("curves", a, b)
+
+
+def test_scripts_of_ones_own_get_colours_of_their_own():
+    colours = analysis.choose_colours(["my_rgra", "grpo", "my_raft", "grpo G=4"])
+    assert len(set(colours.values())) == 4
+    assert colours["grpo"] == analysis.choose_colours(["grpo"])["grpo"]
+
+
+def test_evaluations_of_another_set_are_never_mixed_with_the_runs_own(tmp_path):
+    lengths = [([5], [6]), ([5], [6])]
+    a = make_run(tmp_path / "a", "grpo", 0, lengths=lengths)
+    expected = drawn(run("curves", a)[1])
+    line = {"step": 2, "eval_accuracy": 0.9, "eval_reward": 0.9, "eval_dataset": "math500"}
+    with open(Path(a, "metrics.jsonl"), "a") as file:
+        file.write(json.dumps(line) + "\n")
+    (table, *_), figure = run("curves", a)
+    assert drawn(figure) == expected and 0.9 not in table[2][0]
+    assert analysis.read_folder(a).lines[-1] == line  # without the lengths of eval-2.jsonl
+
+
+# --- what is drawn ---
+def test_a_curve_is_the_mean_over_seeds_and_the_band_one_standard_deviation(tmp_path):
+    accuracies = [(0.4, 0.5, 0.8), (0.2, 0.7, 0.9), (0.3, 0.3, 0.4)]
+    folders = [make_run(tmp_path / f"{i}", seed=i, accuracies=a) for i, a in enumerate(accuracies)]
+    (table, *_), figure = run("curves", *folders, "--keys", "eval_accuracy,reward", "--smooth", 2)
+    (line, band), (rewards, _) = drawn(figure)
+    mean = np.mean(accuracies, 0)
+    deviation = np.std(accuracies, 0, ddof=1)
+    assert np.allclose(line, np.stack([[0, 2, 4], mean], 1))
+    edges = {(step, round(y, 9)) for step, y in band}
+    for step, m, d in zip((0, 2, 4), mean, deviation):
+        assert {(step, round(m - d, 9)), (step, round(m + d, 9))} <= edges
+    assert np.allclose(rewards, [[1, 0.5], [2, 0.55], [3, 0.65], [4, 0.75]])
+    (name, seeds, step, *numbers) = table[2][0]
+    assert (name, seeds, step) == ("grpo", 3, 4)
+    assert numbers == pytest.approx([0.3, 0.1, 0.7, deviation[-1], 12.0, 0.3, 0.2])
+
+
+def test_any_logged_number_can_be_drawn(tmp_path):
+    folder = make_run(tmp_path / "a")
+    lines = [json.loads(text) for text in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "reward" in line:
+            line["my_metric"] = 10.0 * line["step"]
+        else:
+            line["eval_tools"] = 7.0 + line["step"]
+    Path(folder, "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (table, *_), figure = run("curves", folder, "--keys", "my_metric, eval_tools", "--smooth", 1)
+    (mine,), (tools,) = drawn(figure)
+    assert mine == [[1, 10], [2, 20]] and tools == [[0, 7], [2, 9]]
+    assert table[1][-2:] == ["mean my_metric", "mean eval_tools"]
+    assert table[2][0][-2:] == [15.0, 8.0]
+    with pytest.raises(BadInput, match="'my_metrics'.*my_metric"):
+        run("curves", folder, "--keys", "reward,my_metrics")
+
+
+def test_differences_follow_the_numbers(tmp_path):
+    for name, gap in ("better", 0.3), ("worse", -0.3):
+        folders = []
+        for seed in range(4):
+            noise = seed / 100
+            folders.append(make_run(tmp_path / name / f"a{seed}", "grpo", seed, (0.4, 0.6 + noise)))
+            mine = (0.4, 0.6 + gap + noise)
+            folders.append(make_run(tmp_path / name / f"b{seed}", "sign_grpo", seed, mine))
+        tables, _ = run("curves", *folders)
+        p = pytest.approx(2 / 70)
+        assert tables[1][2] == [["sign_grpo", "grpo", f"{100 * gap:+.1f}", p, p]]
+        tables, _ = run("curves", *folders, "--against", "sign_grpo")
+        assert tables[1][2][0][:3] == ["grpo", "sign_grpo", f"{-100 * gap:+.1f}"]
+
+
+def test_only_runs_with_the_same_common_flags_are_compared(tmp_path):
+    folders = []
+    runs = {"a": ("grpo", {}), "b": ("ep_grpo", {"λ": 0.1}), "c": ("ep_grpo", {"λ": 0.0})}
+    for name, (script, flags) in runs.items():
+        folders += [make_run(tmp_path / f"{name}{seed}", script, seed, **flags) for seed in (0, 1)]
+    folders += [make_run(tmp_path / f"d{seed}", "ep_grpo", seed, group_size=4) for seed in (0, 1)]
+    tables, _ = run("curves", *folders)
+    assert [row[:2] for row in tables[1][2]] == [
+        ["ep_grpo G=8 λ=0.1", "grpo G=8"],
+        ["ep_grpo G=8 λ=0.0", "grpo G=8"],
+    ]
+    lines = Path(folders[0], "metrics.jsonl").read_text().splitlines()
+    Path(folders[0], "metrics.jsonl").write_text("\n".join(lines[:-1]))
+    assert len(run("curves", *folders)[0]) == 1  # one was only evaluated before training
 
 
 def test_permutation_p_by_hand():
-    assert analysis.permutation_p([1, 2, 3], [10, 11, 12]) == pytest.approx(2 / 20)  # parted: this deal and its mirror
+    apart = analysis.permutation_p([1, 2, 3], [10, 11, 12])
+    assert apart == pytest.approx(2 / 20)  # this split and its mirror
     assert analysis.permutation_p([1.0], [1.0]) == 1
     assert analysis.permutation_p([0, 0, 0, 0, 1], [2, 3, 4, 5, 6]) == pytest.approx(2 / 252)
 
 
-def test_clear_takes_two_standard_errors():
-    assert [analysis.clear(x, 1.0) for x in (-2.1, -1.9, 0, 1.9, 2.1)] == [-1, 0, 0, 0, 1]
-    assert analysis.clear(5.0, math.nan) == 0
+def test_runs_without_a_step_and_other_files_are_skipped(tmp_path, capsys):
+    a = make_run(tmp_path / "a")
+    empty = make_run(tmp_path / "empty", accuracies=(0.4,))
+    (tmp_path / "picture.png").touch()
+    (tmp_path / "words").mkdir()
+    with open(Path(a, "metrics.jsonl"), "a") as file:
+        file.write('{"step": 3, "rew')  # a run that is still writing
+    assert labels_of(*sorted(tmp_path.iterdir())) == {"grpo": 1}
+    said = capsys.readouterr().err
+    assert f"{empty} has no training step yet, skipped" in said
+    assert "words is not a run's folder, skipped" in said and "picture" not in said
 
 
-# --- gradients ---
-def test_response_gradients_add_up_to_the_gradient_of_the_training_loss(drawn):
-    model, args, batch = drawn
-    advantages, weights = grpo.compute_advantages(batch, args), grpo.compute_weights(batch, args)
-    parameters = list(model.parameters())
-    rows = [analysis.response_gradient(model, batch, i, advantages * weights, parameters, args) for i in range(6)]
-    batch.old_logps, _ = grpo.score(model, batch, args)
-    loss = 0.0
-    for part, logps, _ in grpo.micro_batches(model, batch, args):
-        cut = part, slice(logps.shape[1])
-        loss = loss + grpo.policy_loss(logps, batch.old_logps[cut], None, advantages[cut], weights[cut], args)[0]
-    for whole, *parts in zip(torch.autograd.grad(loss, parameters), *rows):
-        torch.testing.assert_close(-sum(parts), whole, rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.parametrize("limit", (1e9, 1e5))  # all weights at once, or in many chunks
-def test_group_ranks_are_those_of_the_matrices_written_out(drawn, limit):
-    model, args, batch = drawn
-    found = analysis.group_ranks(model, batch, [2, 3], args, limit)
-    assert [x is None for x in found[2]].count(True) == 1  # rewards 1 0 | 1 0 | 0 0
-    assert len(found[2]) == 3 and len(found[3]) == 2  # 1 0 1 | 0 0 0
-    rows = slice(0, 3)
-    part = grpo.Batch(batch.rewards[:, rows], batch.mask[rows], batch.input_ids[rows], batch.attention_mask[rows])
-    both = grpo.compute_advantages(part, args) * grpo.compute_weights(part, args)
-    parameters = list(model.parameters())
-    gradients = [analysis.response_gradient(model, part, i, both, parameters, args) for i in range(3)]
-    matrix = torch.stack([torch.cat([g.flatten() for g in row]) for row in gradients])  # (R, parameters)
-    summed = [sum(parts) for parts in zip(*gradients)]
-    by_weight = [analysis.ranks(torch.linalg.svdvals(g.double())) for g in summed if g.dim() == 2]
-    expected = [*analysis.ranks(torch.linalg.svdvals(matrix.double())), *np.mean(by_weight, 0)]
-    kept = [x for x in found[3] if x]
-    assert len(kept) == 1 and kept[0] == pytest.approx(expected, rel=1e-3)
-
-
-# --- EP-GRPO's view ---
-def test_gate_bucket_and_log_ratio_put_together_are_ep_grpos_advantage(drawn):
-    model, _, batch = drawn
-    args = ep_grpo.parse_args(["--gate_sharpness", "1.7", "--buckets", "4"])
-    batch.old_logps, batch.entropies = grpo.score(model, batch, args)
-    batch.ref_logps = batch.old_logps + 0.3 * torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0))
-    for rewards in ([1.0, 0, 1, 0, 0, 0], [1.0] * 6, [0.0] * 6):
-        batch.rewards = torch.tensor([rewards])
-        seen = analysis.what_ep_grpo_sees(batch, args)
-        z = torch.zeros(batch.mask.shape)
-        for bucket in range(4):
-            cell = batch.mask & (seen["bucket"] == bucket)
-            delta = seen["log-ratio"][cell].double()
-            if len(delta):
-                z[cell] = ((delta - delta.mean()) / (delta.std(correction=0) + 1e-3)).float()
-        outcome = grpo.compute_advantages(batch, args)
-        anchor = outcome.sign() if outcome.any() else torch.tensor(rewards)[:, None] * 2 - 1
-        expected = torch.where(batch.mask, seen["gate"] * outcome + args.progress_weight * anchor * z, 0.0)
-        torch.testing.assert_close(seen["advantage"], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_token_page_escapes_model_text_and_keeps_it_whole():
-    texts = ["<script>alert(1)</script>", "\n", "&amp;", '"quoted" \'text\'', "$x$"]
-    columns = {"entropy": np.arange(5.0), "advantage": np.linspace(-1, 1, 5)}
-    shades = {name: analysis.token_colours(values) for name, values in columns.items()}
-    page = analysis.token_page("1 < 2 & <b>", texts, columns, shades)
-    assert "<script" not in page and "<b>" not in page and "1 &lt; 2 &amp; &lt;b&gt;" in page
-    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") == len(columns)
-    assert "&amp;amp;" in page and '"quoted"' not in page and "http" not in page  # self-contained
-    assert page.count("<span") == len(texts) * len(columns)
-
-
-# --- runs ---
-def test_runs_are_grouped_by_all_that_differs_but_the_seed(tmp_path):
-    ablation = {"entropy_gate": False, "progress_weight": 0.1}
+# --- lengths ---
+def test_lengths_of_right_and_wrong_responses_by_hand(tmp_path):
+    base = ([10, 10], [4, 4, 20, 20])
     folders = [
-        make_run(tmp_path / "a", "grpo", 0), make_run(tmp_path / "b", "grpo", 1),
-        make_run(tmp_path / "c", "grpo", 0, group_size=4),
-        make_run(tmp_path / "d", "length_alpha", 0, alpha=0.5), make_run(tmp_path / "e", "length_alpha", 0, alpha=1.0),
-        make_run(tmp_path / "f", "ep_grpo", 0, entropy_gate=True, progress_weight=0.1),
-        make_run(tmp_path / "g", "ep_grpo", 0, **ablation), make_run(tmp_path / "h", "ep_grpo", 1, **ablation),
-    ]  # fmt: skip
-    groups = analysis.group_runs([analysis.read_run(folder) for folder in folders])
-    assert {label: len(runs) for label, runs in groups.items()} == {
-        "grpo G=8": 2, "grpo G=4": 1, "length_alpha α=0.5 G=8": 1, "length_alpha α=1.0 G=8": 1, "ep_grpo G=8": 1,
-        "ep_grpo no entropy_gate G=8": 2}  # fmt: skip
-    colours = analysis.colours(list(groups))
-    assert len(set(colours.values())) == len(groups)
+        make_run(tmp_path / "a", "grpo", 0, lengths=[base, ([12], [20, 30, 40])]),
+        make_run(tmp_path / "b", "grpo", 1, lengths=[base, ([14, 16], [10, 20])]),
+    ]
+    (table,), figure = run("lengths", *folders)
+    caption, _, rows = table
+    assert "Long: over 11 tokens" in caption  # the base's mean length is 68 / 6
+    assert rows == [["grpo", 2, 0, 10.0, 0.0, 12.0, 0.5], ["grpo", 2, 2, 13.5, 1.0, 22.5, 0.75]]
+    (right, _), (wrong, _), (long, _) = drawn(figure)
+    assert right == [[0, 10], [2, 13.5]] and wrong == [[0, 12], [2, 22.5]]
+    assert long == [[0, 0.5], [2, 0.75]]
+    assert "Long: over 25 tokens" in run("lengths", *folders, "--long", 25)[0][0][0]
+    packed = tmp_path / "packed.jsonl"
+    pack_runs.main([str(packed), *folders])
+    (again,), figure_again = run("lengths", packed)
+    assert again == table and drawn(figure_again) == drawn(figure)
 
 
-def test_the_same_run_twice_is_refused_not_counted_as_two_seeds(tmp_path):
-    a, b = make_run(tmp_path / "a", "grpo", 0), make_run(tmp_path / "b", "grpo", 1)
-    with pytest.raises(BadInput, match="same seed"):
-        run("curves", a, a)
-    c = make_run(tmp_path / "c", "grpo", 0)
-    changed = (tmp_path / "c/metrics.jsonl").read_text().replace('"loss": 0.', '"loss": 5.')  # on another machine
-    (tmp_path / "c/metrics.jsonl").write_text(changed)
-    with pytest.raises(BadInput, match="same seed or numbers"):
-        run("curves", a, c)
-    (tmp_path / "b/metrics.jsonl").write_text((tmp_path / "a/metrics.jsonl").read_text())  # the seed changed nothing
-    with pytest.raises(BadInput, match="same seed or numbers"):
-        run("curves", a, b)
+def test_lengths_skips_what_has_none(tmp_path, capsys):
+    a = make_run(tmp_path / "a", lengths=[([5], []), ([5], [])])  # never wrong
+    b = make_run(tmp_path / "b", seed=1)
+    (table,), _ = run("lengths", a, b)
+    assert table[2][-1] == ["grpo", 1, 2, 5.0, 0.0, None, None]
+    assert f"{b} has no evaluation that recorded lengths, skipped" in capsys.readouterr().err
+    with pytest.raises(BadInput, match="none of the runs can be used"):
+        run("lengths", b)
 
 
-def test_curves_verdict_follows_the_numbers(tmp_path, capsys):
-    for better in ("sign_grpo", "grpo"):
-        folders = []
-        for script in ("sign_grpo", "grpo"):
-            for seed in range(4):
-                accuracy = (0.9 if script == better else 0.6) + seed / 100
-                folders.append(make_run(tmp_path / better / f"{script}{seed}", script, seed, accuracy))
-        run("curves", *folders, "--out", tmp_path / "curves.png")
-        out = capsys.readouterr().out
-        sign = "+" if better == "sign_grpo" else "-"
-        assert f"sign_grpo minus grpo at step 3: {sign}30.0 points, clear (p = 0.029" in out
-        assert "| grpo | 4 | 3 | 0.400 ± 0.000 |" in out
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
+# --- map ---
+def test_map_by_hand(tmp_path):
+    runs = {
+        "slow": ("grpo", 2, "weak", (0.02, 0.1, 0.3)),
+        "fast": ("grpo", 2, "weak", (0.04, 0.2, 0.3)),
+        "lost": ("sign_grpo", 2, "weak", (0.03, 0.2, 0.0)),
+        "more": ("grpo", 16, "weak", (0.03, 0.4, 0.5)),
+        "good": ("grpo", 2, "strong", (0.40, 0.8, 0.7)),
+    }
+    folders = [
+        make_run(tmp_path / name, script, seed, accuracies, group_size=G, model=model)
+        for seed, (name, (script, G, model, accuracies)) in enumerate(runs.items())
+    ]
+    (table,), figure = run("map", *folders)
+    gap = pytest.approx(0.1)
+    share = pytest.approx(0.3)
+    assert table[2] == [
+        ["base 3.0 %, G = 2", "grpo", 2, pytest.approx(0.3), 3.0, 0.0, gap, share],
+        ["base 3.0 %, G = 2", "sign_grpo", 1, 0.0, None, 1.0, gap, share],
+        ["base 3.0 %, G = 16", "grpo", 1, 0.5, 2.0, 0.0, gap, share],
+        ["base 40.0 %, G = 2", "grpo", 1, 0.7, 0.0, 0.0, gap, share],
+    ]
+    assert [axis.get_title() for axis in figure.axes] == list(analysis.MAP_PANELS.values())
+    cells = [text.get_text() for text in figure.axes[0].texts]
+    assert sorted(cells) == ["0.00", "0.30", "0.50", "0.70"]
 
 
-def test_a_run_stands_for_its_newest_checkpoint_and_brings_its_flags(tmp_path):
-    make_run(tmp_path / "a", "grpo", 0, dataset="somewhere", max_new_tokens=7)
-    with pytest.raises(BadInput, match="no checkpoint"):
-        analysis.find_model(str(tmp_path / "a"))
-    for step in (5, 20):
-        (tmp_path / f"a/checkpoint-{step}").mkdir()
-    for name, step in (tmp_path / "a", 20), (tmp_path / "a/checkpoint-5", 5):
-        path, flags = analysis.find_model(str(name))
-        assert path.endswith(f"checkpoint-{step}") and flags["dataset"] == "somewhere"
-    assert analysis.find_model(grpo.TINY_DIR) == (grpo.TINY_DIR, {})  # a model's folder has a config.json too
+def test_map_keeps_equal_bases_and_other_settings_apart(tmp_path, capsys):
+    folders = [
+        make_run(tmp_path / "a", seed=0, model="one"),
+        make_run(tmp_path / "b", seed=1, model="two"),
+        make_run(tmp_path / "c", seed=2, model="two", learning_rate=1e-3),
+        make_run(tmp_path / "d", seed=3, model="two", learning_rate=1e-4),
+    ]
+    late = make_run(tmp_path / "late", seed=4, accuracies=(0.4, 0.5))
+    lines = Path(late, "metrics.jsonl").read_text().splitlines()
+    Path(late, "metrics.jsonl").write_text("\n".join(lines[1:]))
+    (table,), _ = run("map", *folders, late)
+    assert [row[:3] for row in table[2]] == [
+        ["base 40.0 % one, None, G = 8", "grpo", 1],
+        ["base 40.0 % two, None, G = 8", "grpo", 1],
+        ["base 40.0 % two, None, G = 8", "grpo lr=0.001", 1],
+        ["base 40.0 % two, None, G = 8", "grpo lr=0.0001", 1],
+    ]
+    assert f"{late} was not evaluated at step 0 and later, skipped" in capsys.readouterr().err
 
 
-def test_only_what_is_equal_is_averaged_whatever_the_ends_of_names(tmp_path):
-    folders = [make_run(tmp_path / name, "grpo", seed, model=f"runs/{name}/checkpoint-500", beta=0.1 * seed)
-               for seed, name in enumerate(("3b", "7b"))]  # fmt: skip
-    folders.append(make_run(tmp_path / "none", "grpo", 2, model=None, beta=0.0))
-    groups = analysis.group_runs([analysis.read_run(folder) for folder in folders])
-    assert [len(runs) for runs in groups.values()] == [1, 1, 1]
-    names = [label.split("model=")[1] for label in groups]
-    assert names == ["runs/3b/checkpoint-500", "runs/7b/checkpoint-500", "None"]
-
-
-def test_scripts_of_ones_own_are_told_apart():
-    colours = analysis.colours(["my_rgra", "grpo", "my_raft", "grpo G=4"])
-    assert len(set(colours.values())) == 4 and colours["grpo"] == analysis.colours(["grpo"])["grpo"]
-
-
-def test_curves_compares_where_all_common_flags_are_equal(tmp_path, capsys):
-    """An ablation is compared with grpo, too; runs that were only evaluated before training are compared nowhere."""
+# --- packed logs ---
+def test_packed_logs_draw_the_same_numbers_as_folders(tmp_path):
     folders = []
-    for name, script, flags in ("a", "grpo", {}), ("b", "ep_grpo", {"λ": 0.1}), ("c", "ep_grpo", {"λ": 0.0}):
-        folders += [make_run(tmp_path / f"{name}{seed}", script, seed, 0.5, **flags) for seed in (0, 1)]
-    folders += [make_run(tmp_path / f"d{seed}", "ep_grpo", seed, 0.5, group_size=4) for seed in (0, 1)]
-    (tmp_path / "picture.png").touch()  # runs/* holds those of an earlier call
-    run("curves", *folders, tmp_path / "picture.png", "--out", tmp_path / "one")
-    found = capsys.readouterr().out.split("Found: ")[1]
-    assert found.count(" minus grpo G=8 at step 3: +0.0") == 2 and "G=4 minus" not in found
-    assert (tmp_path / "one.png").exists() and "one.png" in found
-    lines = (tmp_path / "a0" / "metrics.jsonl").read_text().splitlines()
-    (tmp_path / "a0" / "metrics.jsonl").write_text("\n".join(lines[:-1]))
-    run("curves", *folders, "--out", tmp_path / "one")
-    out = capsys.readouterr().out
-    assert " minus " not in out and out.count("accuracy ± sd") == 1
+    for script in ("grpo", "mine"):
+        for seed in (0, 1):
+            folder = make_run(tmp_path / "runs" / f"{script}_s{seed}", script, seed)
+            folders.append(folder)
+    packed = tmp_path / "packed.jsonl"
+    pack_runs.main([str(packed), *folders])
+    tables, figure = run("curves", *folders)
+    again, figure_again = run("curves", packed)
+    assert again == tables and drawn(figure_again) == drawn(figure)
+    some = run("curves", packed, "--only", "mine_*")
+    assert drawn(some[1]) == drawn(run("curves", *folders[2:])[1])
 
 
-def test_the_problems_are_the_held_out_ones_with_their_own_configuration(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(analysis.grpo, "load_problems", lambda *given: asked.append(given[:3]) or ["problem"])
-    monkeypatch.setattr(analysis, "load_model", lambda *given: (None, None))
-    for flags, given, expected in (
-        ({"dataset": "a/b", "dataset_config": "c"}, [], ("a/b", "c", "test")),
-        ({"dataset": "a/b", "dataset_config": "c", "eval_dataset": "d/e"}, [], ("d/e", None, "test")),
-        ({"dataset": "a/b"}, ["--dataset", "f/g", "--dataset_config", "h"], ("f/g", "h", "test")),
-        ({"dataset": "a.jsonl"}, ["--dataset", "f.jsonl"], ("f.jsonl", "main", "test")),
-        ({"dataset": "a.jsonl"}, [], None),
-    ):
-        options = analysis.parse_options(["degeneracy", "--device", "cpu", *given])
-        if expected:
-            analysis.set_up(options, run=flags)
-            assert asked[-1] == expected
-        else:
-            with pytest.raises(BadInput, match="a.jsonl is what it was trained on"):
-                analysis.set_up(options, run=flags)
+def test_packing_loses_no_line_and_refuses_equal_names(tmp_path):
+    folder = make_run(tmp_path / "x" / "a", lengths=[([1], [2]), ([1], [2, 2])])
+    with open(Path(folder, "metrics.jsonl"), "a") as file:
+        file.write('{"step": 2, "eval_accuracy": 0.9, "eval_dataset": "math500"}\n')
+    packed = tmp_path / "packed.jsonl"
+    pack_runs.main([str(packed), folder])
+    lines = [json.loads(text) for text in packed.read_text().splitlines()]
+    assert lines[0] == {"run": "a", "config": json.loads(Path(folder, "config.json").read_text())}
+    original = [json.loads(x) for x in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    original[0] |= {"lengths_right": [[1, 1]], "lengths_wrong": [[2, 1]]}
+    original[3] |= {"lengths_right": [[1, 1]], "lengths_wrong": [[2, 2]]}
+    assert lines[1:] == [{"run": "a"} | line for line in original]
+    with pytest.raises(BadInput, match="two of the folders are called a"):
+        pack_runs.main([str(packed), folder, make_run(tmp_path / "y" / "a")])
 
 
-# --- every subcommand ---
-@pytest.mark.parametrize(
-    "command, expected",
-    [
-        ("degeneracy --groups 2 4 --samples 8", "G = 4: "),
-        ("rank --groups 2 4 --samples 4 --memory_gb 0.01", "responses, stable: "),
-        ("length --samples 4 --problems 6 --alphas 0 1", "the gradient would not depend on length at alpha = "),
-        ("tokens --samples 4", "the most uncertain fifth"),
-        ("passk --samples 4 --model tiny tiny/.", "+0.0 ± 0.0 at k = 4: no clear change"),
-    ],
-)
-def test_subcommand(command, expected, tmp_path, capsys, data):
-    out = tmp_path / "new" / "picture.png"
-    name, *flags = command.replace("tiny", grpo.TINY_DIR).split()
-    if name == "degeneracy":
-        flags += ["--runs", make_run(tmp_path / "a", "grpo", 0), make_run(tmp_path / "b", "grpo", 1)]
-    run(name, *flags, *(() if "--problems" in flags else ("--problems", 3)), "--dataset", data, "--out", out)
-    printed = capsys.readouterr().out
-    assert "|---|" in printed and "\nClaim: " in printed and "nan" not in printed.lower().split("claim:")[0]
-    found = next(line for line in printed.splitlines() if line.startswith("Found: "))
-    assert expected in found
-    assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
-    if name == "tokens":
-        assert "<h2>log-ratio" in out.with_suffix(".html").read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/runs").glob("*.jsonl")), ids=lambda p: p.stem)
+def test_the_logs_in_docs_can_be_drawn(path):
+    logs = analysis.read_packed(path)
+    assert logs and all(log.train and log.evals for log in logs)
+    (table, *_), figure = run("curves", path)
+    assert sum(row[1] for row in table[2]) == len(logs)
+    assert all(line.get_ydata().size for line in figure.axes[0].lines)
 
 
+# --- the command line ---
 @pytest.mark.parametrize(
     "command, message",
     [
-        ("curves nowhere", "holds no readable run"),
-        ("degeneracy --samples 8", "largest of --groups, 16"),
-        ("rank --groups 1 2", "at least 2"),
-        ("length --samples 1", "at least 2"),
-        ("tokens --samples 1", "at least 2"),
-        ("passk --model {tiny}", "two models"),
-        ("length --model nowhere", "cannot load the model nowhere"),
-        ("tokens --row 9 --samples 2 --problems 1", "rows 0 to 1"),
-        ("rank --samples 2 --groups 2 --problems 1 --max_new_tokens 1", "no gradient"),
-        ("degeneracy --problems 1 --max_prompt_tokens 1", "no usable problems"),
+        ("curves nowhere", "nowhere does not exist"),
+        ("curves nowhere.jsonl", "cannot read nowhere.jsonl"),
+        ("curves {tmp}/broken.jsonl", "broken.jsonl: line 2 is not one of packed runs"),
+        ("curves {tmp}/broken", "cannot read the run in .*broken"),
+        ("curves {tmp}/other", "other/config.json does not name its script"),
+        ("curves {tmp}/good --only nothing*", "check --only"),
+        ("curves {tmp}/good --keys my_metric", "--keys: no run has logged a number 'my_metric'"),
+        ("lengths {tmp}/lengths", "cannot read rewards and lengths in .*eval-0.jsonl"),
     ],
 )
-def test_bad_input_is_named(command, message):
+def test_bad_input_is_named(command, message, tmp_path):
+    make_run(tmp_path / "good")
+    make_run(tmp_path / "lengths")
+    (tmp_path / "lengths/eval-0.jsonl").write_text('{"rewards": [1, 0], "lengths": [3]}\n')
+    make_run(tmp_path / "broken")
+    (tmp_path / "broken/metrics.jsonl").write_text('{"step": 0,}\n')
+    make_run(tmp_path / "other")
+    (tmp_path / "other/config.json").write_text('{"model_type": "qwen2"}')
+    head = '{"run": "a", "config": {"script": "grpo"}}\n'
+    (tmp_path / "broken.jsonl").write_text(head + '{"step": 1}\n')
     with pytest.raises(BadInput, match=message):
-        run(*command.format(tiny=grpo.TINY_DIR).split())
+        run(*command.format(tmp=tmp_path).split())
 
 
-def test_a_picture_that_cannot_be_written_is_bad_input(tmp_path):
-    for out in (tmp_path / "picture.unknown", "/proc/nowhere/picture.png"):
-        with pytest.raises(BadInput, match="cannot write the picture"):
-            run("curves", make_run(tmp_path / f"run{out}".replace("/", "_"), "grpo", 0), "--out", out)
+def test_a_picture_that_cannot_be_written_is_named(tmp_path):
+    folder = make_run(tmp_path / "a")
+    for output in (tmp_path / "picture.unknown", "/proc/nowhere/picture.png"):
+        with pytest.raises(BadInput, match="cannot write the picture --output"):
+            analysis.main(["curves", folder, "--output", str(output)])
+
+
+def test_a_command_prints_a_table_its_claim_and_the_picture(tmp_path, capsys):
+    folder = make_run(tmp_path / "a")
+    analysis.main(["curves", folder, "--output", str(tmp_path / "new" / "one")])
+    printed = capsys.readouterr().out
+    assert "| grpo | 1 | 2 | 0.400 | – | 0.500 | – | 12.000 | 0.300 | 0.200 |" in printed
+    assert "Claims: the sign baseline" in printed
+    assert printed.endswith(f"Picture: {tmp_path}/new/one.png\n")
+    assert (tmp_path / "new/one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
+    command = [sys.executable, str(ROOT / "analysis.py"), "curves", "nowhere"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: nowhere does not exist") and done.stderr.count("\n") == 1

@@ -1,4 +1,6 @@
-"""Rollout and evaluation: what is drawn, where it stops, what is scored, what moves the random state (FAULTS 18-23)."""
+"""Rollout and evaluation: what is drawn, where it stops, what is scored, what moves the random
+state; and models whose cache or padding does not do what rollout needs.
+"""
 
 import copy
 from dataclasses import replace
@@ -7,63 +9,72 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from conftest import TINY, parse, run, training_lines
+from families import FAMILIES, GQA, SIZES, make_model, perturb
 
+import common
 import grpo
-from common import BadInput, check_model, encode_prompt, load_model, recompute_activations, stop_token_ids
-from common import token_logps_and_entropies
+from common import BadInput, check_model, check_sampling, encode_prompts, stop_token_ids
 
 QUESTIONS = ["3+8+4=", "1+2=", "9+9+9+9=", "5+0+7="]
 EOS, PAD = 257, 258
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    return load_model(grpo.TINY_DIR, "cpu")
-
-
 def arguments(**given):
-    return replace(grpo.parse_args([]), **{"max_new_tokens": 24, **given})
+    return replace(parse(), **{"max_new_tokens": 24, **given})
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+def streams(count, seed=0, first=0):
+    return [grpo.random_stream(seed, "draws", first + i) for i in range(count)]
 
 
-def encoded(tokenizer, texts=QUESTIONS):
-    return [encode_prompt(tokenizer, text) for text in texts]
+def problems_of(prompts):
+    return [{"question": "?", "answer": "3", "prompt_ids": ids} for ids in prompts]
 
 
-class Scripted(torch.nn.Module):
+def encoded(tokenizer, questions=QUESTIONS):
+    return problems_of(encode_prompts(tokenizer, questions, parse()))
+
+
+def scripted(followers, vocabulary=400):
     """A model that always answers token t with followers[t]."""
+    head = torch.nn.Linear(vocabulary, vocabulary, bias=False)
+    head.weight.data = 1e9 * torch.eye(vocabulary)
 
-    def __init__(self, followers, vocabulary=400):
-        super().__init__()
-        self.followers, self.vocabulary, self.device = followers, vocabulary, torch.device("cpu")
-        self.config = transformers.Qwen2Config(num_hidden_layers=1)
-        self.generation_config = SimpleNamespace(eos_token_id=None)
+    def decoder(input_ids, **given):
+        answers = [[followers[token] for token in row[-1:]] for row in input_ids.tolist()]
+        hidden = torch.nn.functional.one_hot(torch.tensor(answers), vocabulary).float()
+        return SimpleNamespace(last_hidden_state=hidden)
 
-    def forward(self, ids, **kwargs):
-        logits = torch.full((len(ids), 1, self.vocabulary), -1e9)
-        for row, last in enumerate(ids[:, -1].tolist()):
-            logits[row, 0, self.followers[last]] = 0.0
-        return SimpleNamespace(logits=logits)
+    return SimpleNamespace(
+        device=torch.device("cpu"), config=transformers.Qwen2Config(num_hidden_layers=1),
+        generation_config=SimpleNamespace(eos_token_id=None), eval=lambda: None,
+        get_decoder=lambda: decoder, get_output_embeddings=lambda: head)  # fmt: skip
+
+
+def write(followers, tokenizer, prompts, samples=1, **given):
+    """The Batch of a scripted model."""
+    problems = problems_of(prompts)
+    args = arguments(**given)
+    model = scripted(followers)
+    return grpo.rollout(model, tokenizer, problems, samples, args, streams(len(prompts)))
 
 
 # --- what is drawn ---
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_18_sampling_is_exactly_softmax_of_logits_over_temperature(tiny, temperature):
-    """Fault: the model's own generation_config (temperature, top-k, top-p, penalty) leaks into sampling."""
+def test_sampling_is_exactly_softmax_of_logits_over_temperature(tiny, temperature):
+    """Fault: the model's own generation_config (temperature, top-k) leaks into sampling."""
     model, tokenizer = tiny
     trap = model.generation_config
-    assert (trap.temperature, trap.top_k, trap.top_p, trap.repetition_penalty) == (0.1, 5, 0.5, 1.3)
-    prompt = tokenizer("3+8+4=\\boxed{").input_ids  # about ten digits may follow, none of them certain
+    settings = trap.temperature, trap.top_k, trap.top_p, trap.repetition_penalty
+    assert settings == (0.1, 5, 0.5, 1.3)
+    prompt = tokenizer("3+8+4=\\boxed{").input_ids  # about ten digits may follow, none certain
     with torch.no_grad():
-        expected = (model(torch.tensor([prompt])).logits[0, -1].double() / temperature).softmax(-1) * 20_000
+        logits = model(torch.tensor([prompt])).logits[0, -1].double()
+    expected = (logits / temperature).softmax(-1) * 20_000
     args = arguments(max_new_tokens=1, temperature=temperature)
-    ids, *_ = grpo.rollout(model, tokenizer, [prompt], 20_000, args, generator())
-    counts = torch.bincount(ids[:, -1], minlength=len(expected)).double()
+    batch = grpo.rollout(model, tokenizer, problems_of([prompt]), 20_000, args, streams(1))
+    counts = torch.bincount(batch.input_ids[:, -1], minlength=len(expected)).double()
     rare = expected < 5
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
     counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
@@ -73,291 +84,493 @@ def test_18_sampling_is_exactly_softmax_of_logits_over_temperature(tiny, tempera
     assert chi_square < free + 4 * (2 * free) ** 0.5
 
 
-def check_draws(model, ids, attention_mask, mask, uniforms, temperature=1.0):
-    """Every token is the one whose share of the unit interval holds its uniform number, by a forward of its row alone:
-    without cache, padding or other rows."""
-    for i in range(len(ids)):
-        length, prompt = int(mask[i].sum()), ids.shape[1] - mask.shape[1]
-        row = ids[i, : prompt + length][attention_mask[i, : prompt + length].bool()]
+def test_a_token_of_probability_0_is_never_drawn():
+    """Fault: a uniform number of 0, or one that rounds up to 1, takes the first or the last id."""
+    logits = torch.full((3, 7), -torch.inf)
+    logits[:, 2:5] = torch.tensor([0.0, 1.0, 0.5])
+    tokens, logps = grpo.sample(logits, torch.tensor([0.0, 0.5, 1 - 2**-24]), 1.0)
+    assert tokens.tolist() == [2, 3, 4]
+    expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logps, expected, atol=1e-6, rtol=0)
+
+
+def test_temperature_0_takes_the_most_likely_token():
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 5.1]])
+    assert grpo.sample(logits, torch.tensor([0.99, 0.01]), 0)[0].tolist() == [1, 2]
+
+
+def check_draws(model, batch, uniforms, temperature=1.0):
+    """Each token is the one whose share of the unit interval holds its uniform number.
+
+    By a forward pass of its row alone: without cache, padding or other rows.
+    """
+    prompt = batch.input_ids.shape[1] - batch.mask.shape[1]
+    for i in range(len(batch.mask)):
+        length = int(batch.mask[i].sum())
+        real = batch.attention_mask[i, : prompt + length].bool()
+        row = batch.input_ids[i, : prompt + length][real]
+        tokens = row[-length:, None]
         with torch.no_grad():
             logits = model(row[None], use_cache=False).logits[0, -length - 1 : -1]
         cdf = (logits.double() / temperature).softmax(-1).cumsum(-1)
-        upper = cdf.gather(1, row[-length:, None])[:, 0]
-        lower = torch.where(row[-length:] > 0, cdf.gather(1, (row[-length:, None] - 1).clamp(min=0))[:, 0], 0.0)
-        drawn = uniforms[i, :length]
+        upper = cdf.gather(1, tokens)
+        lower = cdf.gather(1, (tokens - 1).clamp(min=0)).where(tokens > 0, 0.0)
+        drawn = uniforms[i, :length, None]
         assert (lower - 1e-4 <= drawn).all() and (drawn <= upper + 1e-4).all()
 
 
-FAMILY = {
-    "vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "initializer_range": 0.4, "pad_token_id": PAD, "bos_token_id": None,
-}  # fmt: skip
-FAMILIES = {
-    "llama": ("LlamaConfig", FAMILY),
-    "gpt2": ("GPT2Config", {"vocab_size": 259, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.4}),
-    "gemma2 sliding": ("Gemma2Config", {**FAMILY, "head_dim": 8, "sliding_window": 6, "initializer_range": 0.1}),
-    "mistral sliding": ("MistralConfig", {**FAMILY, "sliding_window": 6}),
-    "qwen3": ("Qwen3Config", {**FAMILY, "head_dim": 8}),
-    # With layers that keep a state beside keys and values, or instead of them:
-    "falcon-h1": ("FalconH1Config", {
-        **FAMILY, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}),
-    "qwen3.5": ("Qwen3_5TextConfig", {
-        **FAMILY, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}),
-    "lfm2": ("Lfm2Config", {
-        **FAMILY, "layer_types": ["conv", "full_attention"], "block_ff_dim": 48, "conv_L_cache": 3}),
-    "mixtral noisy": ("MixtralConfig", {
-        **FAMILY, "num_local_experts": 2, "num_experts_per_tok": 1, "router_jitter_noise": 0.1}),
-}  # fmt: skip
+def difference(model, batch, args):
+    """|sampled - scored| log-probs over the response tokens, in micro-batches of a few rows."""
+    args = replace(args, micro_batch_tokens=150)
+    batch.old_logps, batch.entropies = grpo.score(model, batch, args)
+    assert batch.old_logps[batch.mask].abs().max() > 0.1
+    check_sampling(batch)
+    return (batch.sampled_logps - batch.old_logps).abs()[batch.mask]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_3_every_family_draws_what_a_forward_of_the_row_alone_would(tiny, family):
-    """Fault: left padding, the cache or rows that leave the batch shift a row's positions or its attention."""
-    torch.manual_seed(0)
-    name, fields = FAMILIES[family]
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields)).eval()
-    recompute_activations(model)  # as in a run with gradient checkpointing
-    check_model(model, [], arguments())
-    model.generation_config.eos_token_id = list(range(0, 250, 12))  # so that rows end at very different times
+def test_every_family_draws_what_a_forward_of_the_row_alone_would(tokenizer, tmp_path, family):
+    """Fault: padding, the cache or rows that leave the batch shift a row's positions or state."""
+    sizes = {"vocab_size": 259, "pad_token_id": PAD, "eos_token_id": EOS}
+    make_model(family, **sizes).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model, _ = common.load_model(tmp_path, "cpu")  # without dropout and jitter
+    if model.supports_gradient_checkpointing:
+        model.activation_checkpointing_enable()  # as in a run
     args = arguments(max_new_tokens=16, temperature=0.8)
-    prompts = [[50, 51, 52], list(range(60, 75)), [80, PAD, 81, 82, 83]]
-    ids, attention_mask, mask, finished, _ = grpo.rollout(model, tiny[1], prompts, 5, args, generator())
-    lengths = mask.sum(1)
-    assert lengths.unique().numel() > 2 and 0 < finished.sum() < len(finished)
-    uniforms = torch.rand(15, 16, generator=generator())
-    check_draws(model, ids, attention_mask, mask, uniforms, 0.8)
+    problems = problems_of([[50, 51, 52], list(range(60, 75)), [80, PAD, 81, 82, 83]])
+    check_model(model, problems, args)
+    model.generation_config.eos_token_id = list(range(0, 250, 18))  # rows end at different times
+    batch = grpo.rollout(model, tokenizer, problems, 5, args, streams(3))
+    assert batch.mask.sum(1).unique().numel() > 2
+    assert 0 < batch.finished.sum() < len(batch.finished)
+    uniforms = torch.cat([torch.rand(5, 16, generator=stream) for stream in streams(3)])
+    check_draws(model, batch, uniforms, 0.8)
+    differences = difference(model, batch, args)
+    assert differences.mean() < 1e-5 and differences.max() < 1e-4
 
 
-def test_3_a_model_that_forgets_what_it_has_read_is_refused():
-    """Fault: a model with a cache of another kind samples from a wrong distribution, and nothing shows it."""
-    torch.manual_seed(0)
-    for name, fields in ("RwkvConfig", {"attention_hidden_size": 32}), ("MambaConfig", {"state_size": 8}):
-        fields = {**FAMILY, **fields}
-        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields)).eval()
-        with pytest.raises(BadInput, match="cannot be sampled from here"):
-            check_model(model, [], arguments())
-
-
-def test_3_tiny_model_draws_what_a_forward_of_the_row_alone_would(tiny):
-    """Fault: as above, on the trained model, whose distributions are sharp."""
+def test_the_tiny_model_draws_what_a_forward_of_the_row_alone_would(tiny):
+    """Fault: as above, on a trained model, whose distributions are sharp."""
     model, tokenizer = tiny
-    ids, attention_mask, mask, *_ = grpo.rollout(model, tokenizer, encoded(tokenizer), 4, arguments(), generator())
-    check_draws(model, ids, attention_mask, mask, torch.rand(16, 24, generator=generator()))
+    batch = grpo.rollout(model, tokenizer, encoded(tokenizer), 4, arguments(), streams(4))
+    uniforms = torch.cat([torch.rand(4, 24, generator=stream) for stream in streams(4)])
+    check_draws(model, batch, uniforms)
 
 
-def test_4_decode_loop_and_scoring_give_the_same_log_probs(tiny):
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_and_scored_log_probs_are_equal(tiny, temperature):
     """Fault: the log-probs of training are not those of sampling (padding, temperature, cache)."""
     model, tokenizer = tiny
-    seen = []
-    hook = model.get_output_embeddings().register_forward_hook(  # a copy, or rollout could change it
-        lambda module, args, output: seen.append(output[:, -1].clone())
-    )
-    with hook:
-        ids, attention_mask, mask, *_ = grpo.rollout(
-            model, tokenizer, encoded(tokenizer), 4, arguments(temperature=0.7), generator()
-        )
-    T = mask.shape[1]
-    assert len(seen) == T and len(seen[0]) == len(QUESTIONS)  # each prompt is read once for all its samples
-    seen[0] = seen[0].repeat_interleave(4, 0)
-    decoded = torch.zeros(mask.shape)
-    for t, logits in enumerate(seen):
-        live = mask[:, t]
-        assert len(logits) == live.sum()  # ended rows cost nothing
-        decoded[live, t] = (logits / 0.7).log_softmax(-1).gather(1, ids[live, -T + t, None])[:, 0]
-    with torch.no_grad():
-        scored, _ = token_logps_and_entropies(model, ids, attention_mask, T, 0.7)
-    torch.testing.assert_close(scored[mask], decoded[mask], atol=1e-4, rtol=0)
+    args = arguments(temperature=temperature)
+    batch = grpo.rollout(model, tokenizer, encoded(tokenizer), 4, args, streams(4))
+    differences = difference(model, batch, args)
+    assert differences.mean() < 1e-6 and differences.max() < 1e-5
 
 
-def test_23_a_row_does_not_depend_on_when_the_others_end(tiny):
-    """Fault: one row's end shifts the random numbers of the rows after it."""
+def test_a_prompt_is_read_once_and_ended_rows_cost_nothing(tiny, monkeypatch):
+    """Fault: every sample reads its prompt again, or rows run on after their stop token."""
     model, tokenizer = tiny
-    a, b = encoded(tokenizer, ["1+2=", "9+9+9+9="])
-    ids, _, mask, *_ = grpo.rollout(model, tokenizer, [a, b], 6, arguments(), generator())
-    together = [row[keep].tolist() for row, keep in zip(ids[:, -mask.shape[1] :], mask)]
-    alone, stream = [], generator()
-    for prompt in a, b:  # one stream: the draws of a, then those of b
-        ids, _, mask, *_ = grpo.rollout(model, tokenizer, [prompt], 6, arguments(), stream)
-        alone += [row[keep].tolist() for row, keep in zip(ids[:, -mask.shape[1] :], mask)]
-    assert together == alone and len({len(row) for row in together}) > 2
+    shapes = []
+
+    def next_token_logits(model, ids, *rest):
+        shapes.append(tuple(ids.shape))
+        return common.next_token_logits(model, ids, *rest)
+
+    monkeypatch.setattr(grpo, "next_token_logits", next_token_logits)
+    batch = grpo.rollout(model, tokenizer, encoded(tokenizer), 4, arguments(), streams(4))
+    T = batch.mask.shape[1]
+    assert shapes[0] == (4, 8)
+    assert shapes[1:] == [(int(batch.mask[:, t].sum()), 1) for t in range(1, T)]
+
+
+# --- models that do not work with rollout ---
+class Forgets(torch.nn.Module):
+    """A decoder that keeps only so many tokens after the prompt; 0: it reads each one alone."""
+
+    def __init__(self, decoder, after):
+        super().__init__()
+        self.decoder = decoder
+        self.after = after
+        self.seen = 0
+
+    def forward(self, **given):
+        if given["input_ids"].shape[1] > 1:
+            self.seen = 0
+        elif given["cache"] is not None:
+            self.seen += 1
+            if self.seen > self.after:
+                mask = given["attention_mask"][:, -1:]
+                given |= {"cache": None, "use_cache": False, "attention_mask": mask}
+        return self.decoder(**given)
+
+
+class ReadsPadding(torch.nn.Module):
+    """A decoder that takes padding for text."""
+
+    def __init__(self, decoder):
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, **given):
+        given["attention_mask"] = torch.ones_like(given["attention_mask"])
+        return self.decoder(**given)
+
+
+def with_decoder(tiny, wrap, *given):
+    model = copy.deepcopy(tiny[0])
+    decoder = wrap(model.get_decoder(), *given)
+    model.get_decoder = lambda: decoder
+    return model
+
+
+def start(monkeypatch, tiny, model, data, folder, *flags):
+    """A run with this model, whatever --model says."""
+    monkeypatch.setattr(grpo, "load_policy", lambda name, args: (model, tiny[1]))
+    run(data, folder, "--steps", 2, *flags)
+
+
+def make_other(name, **fields):
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**{**SIZES, **fields, "vocab_size": 259})
+    return perturb(transformers.AutoModelForCausalLM.from_config(config))
+
+
+UNUSABLE = {
+    "forgets": lambda tiny: with_decoder(tiny, Forgets, 0),
+    "reads padding": lambda tiny: with_decoder(tiny, ReadsPadding),
+    "rwkv": lambda tiny: make_other("RwkvConfig", attention_hidden_size=32),
+    "mamba": lambda tiny: make_other("MambaConfig", state_size=8),
+    "falcon-mamba": lambda tiny: make_other("FalconMambaConfig", state_size=8),
+    "minimax": lambda tiny: make_other("MiniMaxConfig", **{
+        **GQA, "layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", [[], ["--steps", 0]], ids=["training", "only evaluating"])
+@pytest.mark.parametrize("fault", UNUSABLE)
+def test_a_model_that_rollout_cannot_use_ends_in_a_sentence(
+        tiny, data, tmp_path, monkeypatch, fault, flags):  # fmt: skip
+    """Fault: responses come from another distribution than the model's, and nothing shows it."""
+    model = UNUSABLE[fault](tiny)
+    with pytest.raises(BadInput, match="cannot be used here|cache or padding") as error:
+        start(monkeypatch, tiny, model, data, tmp_path, *flags)
+    assert type(model).__name__ in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_cache_that_forgets_later_ends_the_first_step(tiny, data, tmp_path, monkeypatch):
+    """Fault: as above, for one that a glance at the start does not find."""
+    model = with_decoder(tiny, Forgets, 6)
+    with pytest.raises(BadInput, match="^sampling and training disagree on log-probs by [0-9.]+, "):
+        start(monkeypatch, tiny, model, data, tmp_path)
+    (line,) = training_lines(tmp_path)
+    assert line["step"] == 1 and line["sampling_logp_diff"] > 0.1
+
+
+def test_a_healthy_run_logs_the_difference(data, tmp_path):
+    run(data, tmp_path, "--steps", 2)
+    for line in training_lines(tmp_path):
+        assert 0 < line["sampling_logp_diff"] < 1e-6
+
+
+def test_bf16_is_not_taken_for_a_fault(data, tmp_path, monkeypatch):
+    """Fault: the difference that bf16 makes (0.02 to 0.04 in a real model) ends the run."""
+    monkeypatch.setitem(common.DTYPES, "cpu", torch.bfloat16)
+    run(data, tmp_path, "--steps", 1, "--no_gradient_checkpointing")
+    (line,) = training_lines(tmp_path)
+    assert 1e-4 < line["sampling_logp_diff"] < 0.05
+
+
+def test_logits_are_float32_in_rollout_and_update_and_come_from_one_function(tiny, monkeypatch):
+    """Fault: in bf16 sampling and scoring round their logits, each in its own way."""
+    model, tokenizer = copy.deepcopy(tiny[0]).bfloat16(), tiny[1]
+    dtypes = []
+
+    def project(*given, real=common.project):
+        logits = real(*given)
+        dtypes.append(logits.dtype)
+        return logits
+
+    monkeypatch.setattr(common, "project", project)
+    args = arguments()
+    batch = grpo.rollout(model, tokenizer, encoded(tokenizer), 4, args, streams(4))
+    in_rollout = len(dtypes)
+    assert in_rollout == batch.mask.shape[1]
+    for _, _, logps, _ in grpo.micro_batches(model, batch, args):
+        logps.sum().backward()
+    assert len(dtypes) >= in_rollout + 2  # forward and backward
+    assert set(dtypes) == {torch.float32}
+    assert batch.sampled_logps.dtype == torch.float32
 
 
 # --- where it stops ---
-
-
 @pytest.mark.parametrize(
-    "configured, expected", [(77, [77, EOS]), ([77, 88], [77, 88, EOS]), (None, [EOS]), ([], [EOS])]
+    "configured, expected",
+    [(77, [77, EOS]), ([77, 88], [77, 88, EOS]), (None, [EOS]), ([], [EOS])],
 )
-def test_19_stop_ids_of_generation_config_as_int_list_or_none(tiny, configured, expected):
+def test_stop_ids_of_generation_config_as_int_list_or_none(tiny, configured, expected):
     """Fault: only one stop id is known, or a list or None crashes."""
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=configured))
-    assert stop_token_ids(model, tiny[1]) == expected
+    assert stop_token_ids(model, tiny[1], parse()) == expected
+
+
+WITHOUT_IDS = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None))
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}END\n{% endfor %}"
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_19_end_of_turn_of_the_chat_template_stops(tiny, listed):
+def test_the_end_of_turn_of_the_chat_template_stops(tokenizer, listed):
     """Fault: a chat model writes its end of turn, which is not its eos, and runs on."""
-    tokenizer = copy.deepcopy(tiny[1])
     if listed:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
     else:  # as in Llama 3 and Phi 3: marked special in the vocabulary, but under no name
         tokenizer.add_tokens([transformers.AddedToken("<|turn|>", special=True)])
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|turn|>\n{% endfor %}"
-    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None))
-    assert stop_token_ids(model, tokenizer) == [EOS, tokenizer.convert_tokens_to_ids("<|turn|>")]
+    tokenizer.chat_template = TEMPLATE.replace("END", "<|turn|>")
+    turn = tokenizer.convert_tokens_to_ids("<|turn|>")
+    assert stop_token_ids(WITHOUT_IDS, tokenizer, parse()) == [EOS, turn]
 
 
-def test_19_a_template_without_end_of_turn_adds_no_stop_id(tiny):
-    """Fault: an ordinary token that the template writes after an answer, such as a line break, ends responses."""
-    tokenizer = copy.deepcopy(tiny[1])
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    assert stop_token_ids(SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None)), tokenizer) == [EOS]
+def test_a_template_without_end_of_turn_adds_no_stop_id(tokenizer):
+    """Fault: an ordinary token that the template writes after an answer ends responses."""
+    tokenizer.chat_template = TEMPLATE.replace("END", "")
+    assert stop_token_ids(WITHOUT_IDS, tokenizer, parse()) == [EOS]
 
 
-def test_19_rows_stop_at_the_first_of_several_stop_ids(tiny):
+def test_rows_stop_at_the_first_of_several_stop_ids(tiny):
     """Fault: a row runs past a stop id, or the stop token itself is not trained on."""
     model, tokenizer = copy.deepcopy(tiny[0]), tiny[1]
     model.generation_config.eos_token_id = [ord(";"), ord("+")]
-    ids, attention_mask, mask, finished, _ = grpo.rollout(
-        model, tokenizer, encoded(tokenizer), 8, arguments(max_new_tokens=4), generator()
-    )
-    completions = ids[:, -mask.shape[1] :]
+    args = arguments(max_new_tokens=4)
+    batch = grpo.rollout(model, tokenizer, encoded(tokenizer), 8, args, streams(4))
+    T = batch.mask.shape[1]
     stops = set()
-    for row, keep, ended in zip(completions, mask, finished):
+    for row, keep, ended in zip(batch.input_ids[:, -T:], batch.mask, batch.finished):
         drawn = row[keep].tolist()
         at = [t for t, token in enumerate(drawn) if token in (EOS, ord(";"), ord("+"))]
-        assert at == ([len(drawn) - 1] if ended else []) and (ended or len(drawn) == 4)
+        assert at == ([len(drawn) - 1] if ended else [])
+        assert ended or len(drawn) == 4
         stops |= {drawn[t] for t in at}
-    assert len(stops) > 1 and 0 < finished.sum() < len(finished)
-    assert torch.equal(attention_mask[:, -mask.shape[1] :].bool(), mask)
+    assert len(stops) > 1 and 0 < batch.finished.sum() < len(batch.finished)
+    assert torch.equal(batch.attention_mask[:, -T:].bool(), batch.mask)
 
 
-def test_2_pad_that_is_eos_is_masked_by_position(tiny):
-    """Fault: with pad == eos the stop token is masked with the pads, and the model never learns to stop."""
-    tokenizer = copy.deepcopy(tiny[1])
+def test_pad_that_is_eos_is_masked_by_position(tokenizer):
+    """Fault: with pad == eos the stop token is masked too, and the model never learns to stop."""
     tokenizer.pad_token = tokenizer.eos_token
-    model = Scripted({2: 5, 5: 6, 6: EOS, 3: 7, 7: 8, 8: 9, 9: 10, 10: EOS})
-    ids, attention_mask, mask, finished, _ = grpo.rollout(
-        model, tokenizer, [[1, 2], [3]], 1, arguments(max_new_tokens=9), generator()
-    )
-    assert ids.tolist() == [[1, 2, 5, 6, EOS, EOS, EOS], [EOS, 3, 7, 8, 9, 10, EOS]]
-    assert mask.tolist() == [[True, True, True, False, False], [True] * 5]
-    assert attention_mask.tolist() == [[1, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1]]
-    assert finished.tolist() == [True, True]
+    followers = {2: 5, 5: 6, 6: EOS, 3: 7, 7: 8, 8: 9, 9: 10, 10: EOS}
+    batch = write(followers, tokenizer, [[1, 2], [3]], max_new_tokens=9)
+    assert batch.input_ids.tolist() == [[1, 2, 5, 6, EOS, EOS, EOS], [EOS, 3, 7, 8, 9, 10, EOS]]
+    assert batch.mask.tolist() == [[True, True, True, False, False], [True] * 5]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1]]
+    assert batch.finished.tolist() == [True, True]
 
 
-def test_2_pad_inside_the_prompt_stays_attended(tiny):
-    """Fault: every pad id is masked, also one that the prompt holds."""
-    model = Scripted({2: 5, 5: EOS, 3: EOS})
-    ids, attention_mask, mask, *_ = grpo.rollout(
-        model, tiny[1], [[1, PAD, 2], [PAD, 3]], 1, arguments(max_new_tokens=4), generator()
-    )
-    assert ids.tolist() == [[1, PAD, 2, 5, EOS], [PAD, PAD, 3, EOS, PAD]]
-    assert attention_mask.tolist() == [[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]]
+def test_pad_inside_the_prompt_stays_attended(tokenizer):
+    """Fault: every pad id is masked, also one that the prompt contains."""
+    batch = write({2: 5, 5: EOS, 3: EOS}, tokenizer, [[1, PAD, 2], [PAD, 3]], max_new_tokens=4)
+    assert batch.input_ids.tolist() == [[1, PAD, 2, 5, EOS], [PAD, PAD, 3, EOS, PAD]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]]
 
 
-def test_9_truncated_rows_are_whole_and_not_finished(tiny):
-    """Fault: a response that was cut off counts as ended, or one whose last token is the stop counts as cut off."""
-    model = Scripted({1: 5, 5: 6, 6: EOS, 2: 7, 7: 8, 8: 9, 9: 9})
-    *_, mask, finished, texts = grpo.rollout(model, tiny[1], [[1], [2]], 1, arguments(max_new_tokens=3), generator())
-    assert mask.tolist() == [[True] * 3] * 2
-    assert finished.tolist() == [True, False]
-    assert texts == ["\x05\x06", "\x07\x08\x09"]
+def test_truncated_rows_are_complete_and_not_finished(tokenizer):
+    """Fault: a response that was cut off counts as ended, or one that ends at C as cut off."""
+    followers = {1: 5, 5: 6, 6: EOS, 2: 7, 7: 8, 8: 9, 9: 9}
+    batch = write(followers, tokenizer, [[1], [2]], max_new_tokens=3)
+    assert batch.mask.tolist() == [[True] * 3] * 2
+    assert batch.finished.tolist() == [True, False]
+    assert batch.texts == ["\x05\x06", "\x07\x08\x09"]
 
 
-def test_22_ids_above_the_tokenizers_length_are_kept(tiny):
-    """Fault: a padded vocabulary has ids that the tokenizer does not know, and decoding them crashes."""
-    assert len(tiny[1]) < 300
-    model = Scripted({1: 300, 300: 399, 399: ord("7"), ord("7"): EOS})
-    ids, _, mask, _, texts = grpo.rollout(model, tiny[1], [[1]], 2, arguments(max_new_tokens=9), generator())
-    assert ids.tolist() == [[1, 300, 399, ord("7"), EOS]] * 2 and mask.all()
-    assert texts == ["7", "7"]
+def test_ids_above_the_tokenizers_length_are_kept(tokenizer):
+    """Fault: a padded vocabulary has ids that the tokenizer does not know: decoding crashes."""
+    assert len(tokenizer) < 300
+    followers = {1: 300, 300: 399, 399: ord("7"), ord("7"): EOS}
+    batch = write(followers, tokenizer, [[1]], 2, max_new_tokens=9)
+    assert batch.input_ids.tolist() == [[1, 300, 399, ord("7"), EOS]] * 2 and batch.mask.all()
+    assert batch.texts == ["7", "7"]
 
 
-def test_19_without_any_stop_id_every_row_runs_to_the_end(tiny):
+def test_without_any_stop_id_every_row_runs_to_the_end(tokenizer):
     """Fault: a tokenizer without eos crashes the search for stop ids."""
-    tokenizer = copy.deepcopy(tiny[1])
     tokenizer.eos_token = None
-    args = arguments(max_new_tokens=3)
-    *_, mask, finished, _ = grpo.rollout(Scripted({1: 1}), tokenizer, [[1]], 2, args, generator())
-    assert mask.all() and mask.shape == (2, 3) and not finished.any()
+    batch = write({1: 1}, tokenizer, [[1]], 2, max_new_tokens=3)
+    assert batch.mask.all() and batch.mask.shape == (2, 3) and not batch.finished.any()
 
 
 # --- what is scored ---
-
-
-def test_20_the_sampled_ids_are_scored_never_text_encoded_again(tiny, monkeypatch, tmp_path):
-    r"""Fault: the text is tokenized again for the update, and a box spelled out becomes the one token \boxed{."""
-    spelled = [ord(c) for c in "\\boxed{"] + [EOS]  # decodes to the same text as the one token 256
-    assert tiny[1](tiny[1].decode(spelled[:-1])).input_ids == [256]
-    drawn, scored = [], []
+def test_the_sampled_ids_are_scored_never_text_encoded_again(tiny, monkeypatch, tmp_path):
+    r"""Fault: the text is tokenized again, and a box spelled out becomes the one token \boxed{."""
+    tokenizer = tiny[1]
+    spelled = [ord(c) for c in "\\boxed{"] + [EOS]  # decodes to the text of the one token 256
+    assert tokenizer(tokenizer.decode(spelled[:-1])).input_ids == [256]
+    drawn = []
+    scored = []
 
     def rollout(*given, real=grpo.rollout):
-        ids, attention_mask, mask, finished, texts = real(*given)
-        T = mask.shape[1]
-        ids[0, -T : len(spelled) - T], mask[0] = torch.tensor(spelled), torch.arange(T) < len(spelled)
-        attention_mask[0, -T:] = mask[0]
-        if len(ids) == 16:  # not an evaluation
-            drawn.extend(row[keep].tolist() for row, keep in zip(ids, attention_mask.bool()))
-        return ids, attention_mask, mask, finished, texts
+        batch = real(*given)
+        T = batch.mask.shape[1]
+        batch.input_ids[0, -T : len(spelled) - T] = torch.tensor(spelled)
+        batch.mask[0] = torch.arange(T) < len(spelled)
+        batch.attention_mask[0, -T:] = batch.mask[0]
+        for row, keep in zip(batch.input_ids, batch.attention_mask.bool()):
+            drawn.append(row[keep].tolist())
+        return batch
 
-    def helper(model, ids, attention_mask, *rest, real=token_logps_and_entropies):
+    def helper(model, ids, attention_mask, *rest, real=common.token_logps_and_entropies):
         scored.extend(row[keep].tolist() for row, keep in zip(ids, attention_mask.bool()))
         return real(model, ids, attention_mask, *rest)
 
     monkeypatch.setattr(grpo, "rollout", rollout)
     monkeypatch.setattr(grpo, "token_logps_and_entropies", helper)
-    flags = "--steps 1 --prompts_per_step 4 --group_size 4 --micro_batch_tokens 200 --eval_problems 2"
-    grpo.main(grpo.parse_args([*flags.split(), "--output_dir", str(tmp_path)]))
+    monkeypatch.setattr(common, "check_sampling", lambda batch: None)
+    run(f"{TINY}/train.jsonl", tmp_path, "--steps", 1, "--micro_batch_tokens", 200)
     assert len(drawn) == 16 and drawn[0][-len(spelled) :] == spelled
     assert sorted(scored) == sorted(drawn)
 
 
 # --- the random state ---
-
-
-def test_23_same_seed_and_step_same_samples_another_seed_or_step_others(tiny):
-    """Fault: a run cannot be repeated, or two steps, seeds or purposes share their draws."""
+def test_a_place_draws_the_same_whatever_stands_beside_it(tiny):
+    """Fault: a row's draws depend on the batch: on P, on the micro-batch, on when others end."""
     model, tokenizer = tiny
+    questions = [*QUESTIONS, "7+7=", "0+0+0+1=", "8+1+6=", "2+2+2+2="]
+    problems = encoded(tokenizer, questions)
+    args = arguments()
+    whole = grpo.rollout(model, tokenizer, problems, 6, args, streams(8))
+    parts = []
+    for first in 0, 4:
+        some = problems[first : first + 4]
+        parts.append(grpo.rollout(model, tokenizer, some, 6, args, streams(4, first=first)))
+    assert whole.texts == parts[0].texts + parts[1].texts
+    assert len({len(text) for text in whole.texts}) > 2
+    logps = [batch.sampled_logps[batch.mask] for batch in (whole, *parts)]
+    torch.testing.assert_close(logps[0], torch.cat(logps[1:]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_of_half_the_prompts_draws_the_same_responses(data, tmp_path, monkeypatch, seed):
+    """Fault: as above, in a run: two steps of P = 2 meet what one step of P = 4 meets."""
+    drawn = {}
+
+    def grade(batch, problems, real=grpo.grade):
+        for i, text in enumerate(batch.texts):
+            drawn[P].append((problems[i // 4]["question"], text))
+        return real(batch, problems)
+
+    monkeypatch.setattr(grpo, "grade", grade)
+    for P, steps in (4, 1), (2, 2):
+        drawn[P] = []
+        flags = ["--prompts_per_step", P, "--learning_rate", 0, "--seed", seed]
+        run(f"{data}/train.jsonl", tmp_path / str(P), "--steps", steps, *flags)
+    assert drawn[2] == drawn[4] and len(set(drawn[2])) > 8
+
+
+def test_same_seed_and_place_same_samples_another_seed_or_place_others(tiny):
+    """Fault: a run cannot be repeated, or two places, seeds or purposes share their draws."""
+    model, tokenizer = tiny
+    problems = encoded(tokenizer, QUESTIONS[:1])
 
     def drawn(seed, purpose, number):
         stream = grpo.random_stream(seed, purpose, number)
-        return grpo.rollout(model, tokenizer, encoded(tokenizer), 4, arguments(), stream)[-1]
+        return grpo.rollout(model, tokenizer, problems, 8, arguments(), [stream]).texts
 
     first = drawn(0, "draws", 1)
     torch.rand(5)  # nobody else's draws matter
     assert drawn(0, "draws", 1) == first
-    assert all(drawn(*other) != first for other in [(1, "draws", 1), (0, "draws", 2), (0, "evaluation", 1)])
-    keys = [(seed, purpose, n) for seed in range(20) for purpose in ("draws", "order", "evaluation") for n in range(50)]
-    # Their first numbers, not their initial seeds: of a seed torch's CPU generator takes the low 32 bits only.
-    assert len({tuple(torch.rand(4, generator=grpo.random_stream(*key)).tolist()) for key in keys}) == len(keys)
+    for other in (1, "draws", 1), (0, "draws", 2), (0, "evaluation", 1):
+        assert drawn(*other) != first
+    # Compare first numbers: of a seed, torch's CPU generator takes only the low 32 bits.
+    firsts = set()
+    for seed in range(20):
+        for purpose in "draws", "order", "evaluation":
+            for n in range(50):
+                stream = grpo.random_stream(seed, purpose, n)
+                firsts.add(tuple(torch.rand(4, generator=stream).tolist()))
+    assert len(firsts) == 20 * 3 * 50
 
 
-def test_23_large_seeds_are_seeds_too():
-    """Fault: a 32-bit seed overflows the generator's."""
-    drawn = {torch.rand(1, generator=grpo.random_stream(seed, "draws", 1)).item() for seed in (0, 2**31, 2**32, 2**40)}
+def test_large_seeds_are_seeds_too():
+    """Fault: a seed of more than 32 bits overflows the generator's."""
+    seeds = 0, 2**31, 2**32, 2**40
+    drawn = {torch.rand(1, generator=grpo.random_stream(seed, "draws", 1)).item() for seed in seeds}
     assert len(drawn) == 4
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_23_an_evaluation_moves_neither_the_random_state_nor_the_model(tiny, tmp_path, training):
-    """Fault: an evaluation draws from the training's randomness, or leaves the model in another mode."""
-    model, tokenizer = copy.deepcopy(tiny[0]).train(training), tiny[1]
-    problems = [{"question": q, "answer": "3", "prompt_ids": ids} for q, ids in zip(QUESTIONS, encoded(tokenizer))]
-    before, weights = torch.get_rng_state(), [weight.clone() for weight in model.parameters()]
-    results = [grpo.evaluate(model, tokenizer, problems, arguments(), tmp_path / "eval.jsonl") for _ in range(2)]
+# --- evaluation ---
+class Notes:
+    """As much of a Run as evaluate needs."""
+
+    def __init__(self):
+        self.rewards = []
+
+    def share(self, items):
+        return items
+
+    def add_samples(self, problems, batch, rewards):
+        self.rewards += rewards.tolist()
+
+    def save_samples(self):
+        return self.rewards
+
+
+def test_an_evaluation_moves_neither_the_random_state_nor_the_weights(tiny):
+    """Fault: an evaluation draws from the training's randomness, or changes the model."""
+    model, tokenizer = copy.deepcopy(tiny[0]), tiny[1]
+    problems = encoded(tokenizer)
+    before = torch.get_rng_state()
+    weights = [weight.clone() for weight in model.parameters()]
+    results = [grpo.evaluate(model, tokenizer, problems, arguments(), Notes()) for _ in range(2)]
     assert results[0] == results[1]  # the same draws each time
     assert torch.equal(torch.get_rng_state(), before)
-    assert model.training == training and all(map(torch.equal, weights, model.parameters()))
+    assert all(map(torch.equal, weights, model.parameters()))
 
 
-def test_23_training_is_the_same_with_and_without_evaluations(tmp_path):
+@pytest.mark.parametrize(
+    "P, G, samples, problems, expected",
+    [  # (prompts, samples) of each rollout
+        (2, 2, 4, 11, [(4, 4), (4, 4), (3, 4)]),  # 16 rows
+        (2, 2, 16, 2, [(1, 16), (1, 16)]),
+        (2, 2, 20, 1, [(1, 16), (1, 4)]),  # more samples than rows
+        (1, 2, 3, 4, [(2, 3), (2, 3)]),  # 3 do not divide 8
+    ],
+)
+def test_an_evaluation_decodes_four_times_the_rows_of_training(
+        tiny, monkeypatch, P, G, samples, problems, expected):  # fmt: skip
+    """Fault: decoding costs the same for four times the rows, or they do not fit in memory."""
+    shapes = []
+
+    def rollout(model, tokenizer, problems, samples, args, streams):
+        assert len(problems) == len(streams)
+        shapes.append((len(problems), samples))
+        size = len(problems) * samples
+        return grpo.Batch(mask=torch.ones(size, 1, dtype=torch.bool), texts=["\\boxed{3}"] * size)
+
+    monkeypatch.setattr(grpo, "rollout", rollout)
+    args = arguments(prompts_per_step=P, group_size=G, eval_samples=samples)
+    grpo.evaluate(*tiny, encoded(tiny[1], ["1+2="] * problems), args, Notes())
+    assert shapes == expected
+    assert all(prompts * samples <= 4 * P * G for prompts, samples in shapes)
+
+
+def test_an_evaluation_in_other_chunks_is_the_same(tiny, tmp_path):
+    """Fault: the draws of a held-out problem depend on P, G or how many fit into a chunk."""
+    model, tokenizer = tiny
+    problems = encoded(tokenizer, QUESTIONS)
+    results = []
+    for P in 1, 8:
+        notes = Notes()
+        args = arguments(prompts_per_step=P, group_size=2, eval_samples=4)
+        grpo.evaluate(model, tokenizer, problems, args, notes)
+        results.append(notes.rewards)
+    assert results[0] == results[1] and 0 < sum(map(sum, results[0])) < 16
+
+
+def test_training_is_the_same_with_and_without_evaluations(data, tmp_path):
     """Fault: evaluating more often changes the run."""
-    flags = "--steps 2 --prompts_per_step 4 --group_size 4 --max_new_tokens 24 --eval_problems 4"
-    train = f"{grpo.TINY_DIR}/train.jsonl"  # a file alone has no held-out problems
-    grpo.main(grpo.parse_args([*flags.split(), "--output_dir", str(tmp_path / "often"), "--eval_every", "1"]))
-    grpo.main(grpo.parse_args([*flags.split(), "--output_dir", str(tmp_path / "never"), "--dataset", train]))
-    assert len(list((tmp_path / "often").glob("eval-*"))) == 3 and not list((tmp_path / "never").glob("eval-*"))
-    often, never = ((tmp_path / name / "checkpoint-2/model.safetensors").read_bytes() for name in ("often", "never"))
-    assert often == never
+    weights = []
+    never = ["--dataset", f"{data}/train.jsonl"]  # a file alone has no held-out problems
+    for name, flags in ("often", ["--eval_every", 1]), ("never", never):
+        run(data, tmp_path / name, "--steps", 2, *flags)
+        weights.append((tmp_path / name / "checkpoint-2/model.safetensors").read_bytes())
+    assert len(list((tmp_path / "often").glob("eval-*"))) == 3
+    assert not list((tmp_path / "never").glob("eval-*"))
+    assert weights[0] == weights[1]

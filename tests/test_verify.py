@@ -1,4 +1,4 @@
-"""The verifier, by the faults that users report (24 to 33) and by the table in README.md of what counts as equal."""
+"""The verifier: the tables of docs/verifier.md, and the faults that users report (24 to 33)."""
 
 import contextlib
 import functools
@@ -6,7 +6,8 @@ import itertools
 import json
 import math
 import os
-import re
+import random
+import resource
 import signal
 import subprocess
 import sys
@@ -15,150 +16,19 @@ import time
 from pathlib import Path
 
 import pytest
+from tools import fuzz_verify
 
 from common import gold_answer, verify, verify_timeouts
 
 HERE = Path(__file__).parent
 CODE = sys.modules[verify.__module__]  # where verify lives, for the tests that look inside
 
-# The README's table: gold, answer in the box, whether they are equal, why. The table is checked against this list.
+# The tables of docs/verifier.md: gold, answer in the box, whether they are equal, why.
+DOCS = (HERE.parent / "docs" / "verifier.md").read_text()
 CASES = [
-    (r"42", r"42.", "yes", "a final dot is punctuation"),
-    (r"025", r"25", "yes", "leading zeros say nothing"),
-    (r"42", r"+42", "yes", "so does a plus"),
-    (r"5", r"-5", "no", "another number"),
-    (r"-5", r"−5", "yes", "the typographic minus"),
-    (r"42", r"42.0", "yes", "one value"),
-    (r"1234", r"1,234", "yes", "thousands"),
-    (r"1,234", r"1234.00", "yes", "decimals that are zero"),
-    (r"1234", r"$1,234.00", "yes", "currency is dropped"),
-    (r"1234", r"\$1{,}234", "yes", "LaTeX spells both so"),
-    (r"36", r"36 \text{ dollars}", "yes", "as a word too"),
-    (r"10,\!080", r"10080", "yes", "a negative space is for looks"),
-    (r"11,\! 111,\! 111,\! 100", r"11111111100", "yes", "in every group"),
-    (r"2000", r"2\,000", "yes", "a thin space between groups of three"),
-    (r"2000", r"2 000", "yes", "so is a plain space"),
-    (r"99", r"9 9", "no", "no groups of three"),
-    (r"18", r"9 9", "no", "neighbours are not added up"),
-    (r"18", r"{9}{9}", "no", "nor in braces"),
-    (r"18", r"9\{9\}", "no", "nor so"),
-    (r"18", r"17[1]", "no", "nor so"),
-    (r"1", r"0,1", "no", "a pair of numbers, no decimal comma"),
-    (r"0.1", r"0,1", "no", "no decimal comma"),
-    (r"1234", r"1, 234", "no", "a comma and a space separate two numbers"),
-    (r"28", r"28 \%", "yes", "percent is a unit, so it is dropped from both"),
-    (r"28\%", r"28", "yes", "either way round"),
-    (r"28", r"28 percent", "yes", "as a word too"),
-    (r"28\%", r"0.28", "no", "or else 28 would equal 0.28"),
-    (r"0.28", r"28\%", "no", "either way round"),
-    (r"0.5", r"\frac{1}{2}", "yes", "exact rationals"),
-    (r"\frac{1}{2}", r"1/2", "yes", "a slash is a fraction"),
-    (r"\frac{1}{2}", r"\dfrac12", "yes", "braces may be left out"),
-    (r"\frac{1}{2}", r"\tfrac 1 2", "yes", "so may they here"),
-    (r"\frac{14}{3}", r"\frac{28}{6}", "yes", "not reduced is still equal"),
-    (r"\frac{14}{3}", r"4\frac{2}{3}", "yes", "a mixed number, no product"),
-    (r"\frac{3}{2}", r"1 1/2", "yes", "a mixed number in plain text"),
-    (r"-\frac{3}{2}", r"-1\frac12", "yes", "the sign holds for the whole"),
-    (r"\frac{1}{3}", r"0.333", "no", "decimals count within one millionth"),
-    (r"\frac{1}{3}", r"0.3333333", "yes", "close enough"),
-    (r"\pi", r"3.14", "no", "0.05 % away"),
-    (r"\pi", r"3.1415927", "yes", "within one millionth"),
-    (r"9.6", r"9.62", "no", "even if the gold was rounded"),
-    (r"1/2^{99}", r"1/2^{98}", "no", "fractions are compared exactly"),
-    (r"1/2^{99}", r"2^{-99}", "yes", "one value"),
-    (r"1000000000000001", r"1000000000000000", "no", "integers too, whatever their size"),
-    (r"10^{-20}", r"10^{-30}", "no", "the tolerance is relative"),
-    (r"3 \times 10^8", r"3e8", "yes", "powers of ten in three spellings"),
-    (r"3e8", r"300,000,000", "yes", "written out"),
-    (r"8.7 \times 10^{8}", r"8.7 × 10^8", "yes", "the typographic cross"),
-    (r"3e8", r"3e9", "no", "another power"),
-    (r"1 \times 10^{-3}", r"10^{-3}", "yes", "the factor 1 may be left out"),
-    (r"\sqrt{2}", r"√2", "yes", "the typographic root"),
-    (r"11\sqrt2", r"11 \sqrt{2}", "yes", "braces and spaces"),
-    (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}", "yes", "the library's part: equal values"),
-    (r"\sqrt{2}", r"1.4142136", "yes", "within one millionth"),
-    (r"\sqrt{2}", r"1.41", "no", "0.3 % away"),
-    (r"6", r"3!", "yes", "equal values"),
-    (r"6 - 5i", r"-5i + 6", "yes", "terms in any order"),
-    (r"(a+5)(b+2)", r"ab + 2a + 5b + 10", "yes", "equal as expressions"),
-    (r"2k", r"2", "no", "a bare letter is a variable, no unit"),
-    (r"2k", r"2 k", "yes", "a space is no matter"),
-    (r"7.6Z", r"7.6", "no", "a bare letter is no unit"),
-    (r"x^5 - 1", r"x^{5}-1", "yes", "braces and spaces"),
-    (r"1", r"1⁸", "no", "unknown characters are not guessed at"),
-    (r"18", r"1⁸", "no", "nor taken for 18"),
-    (r"90^\circ", r"90", "yes", "degrees are a unit"),
-    (r"45", r"45°", "yes", "the typographic degree"),
-    (r"\frac{270}7\text{ degrees}", r"\frac{270}{7}^{\circ}", "yes", "as a word too"),
-    (r"90^\circ", r"\frac{\pi}{2}", "no", "not converted"),
-    (r"864 \mbox{ inches}^2", r"864", "yes", "units are dropped from both"),
-    (r"15\mbox{ cm}^2", r"15 \text{ cm}^2", "yes", "whatever command sets them"),
-    (r"18", r"18 eggs", "yes", "so are nouns"),
-    (r"18", r"18\text{ m/s}", "yes", "compound units too"),
-    (r"5.4 \text{ cents}", r"5.4", "yes", "either way round"),
-    (r"5.4 \text{ cents}", r"5.4 \text{ dollars}", "yes", "units are not compared: the problem names them"),
-    (r"9 (apples)", r"9", "yes", "in brackets too"),
-    (r"2", r"2 million", "no", "a word that changes the number is no unit"),
-    (r"2", r"2 trillion", "no", "whatever its size"),
-    (r"3", r"3 \text{ squared}", "no", "nor is what is done to it"),
-    (r"18", r"18 minus one", "no", "or follows"),
-    (r"7", r"7\text{ incorrect}", "no", "or is said of it"),
-    (r"18", r"18 \text{ is wrong}", "no", "nor is one that takes it back"),
-    (r"18", r"18 \text{, not } 17", "no", "nor is one that offers another"),
-    (r"\text{Evelyn}", r"Evelyn", "yes", "the command is for looks"),
-    (r"\text{Evelyn}", r"\text{evelyn}", "yes", "words: letter case and space aside"),
-    (r"\text{Evelyn}", r"Evelin", "no", "letter by letter"),
-    (r"listen", r"silent", "no", "letters are no product"),
-    (r"\text{even}", r"\text{odd}", "no", "other words"),
-    (r"\text{(B)}", r"B", "yes", "a choice"),
-    (r"B", r"(B)", "yes", "either way round"),
-    (r"B", r"B.", "yes", "with its dot"),
-    (r"B", r"\textbf{(B)}", "yes", "in bold"),
-    (r"B", r"b", "no", "one letter: its case matters"),
-    (r"B", r"C", "no", "another choice"),
-    (r"42", r"41 \text{ or } 42", "no", "several candidates earn nothing"),
-    (r"42", r"41, 42", "no", "nor does a list"),
-    (r"42", r"42, 42", "no", "nor does one value twice"),
-    (r"18", r"17 \quad 18", "no", "whatever stands between"),
-    (r"18", r"17 ??? 18", "no", "what cannot be read is not equal"),
-    (r"18", r"17 & 18", "no", "and the last number is not picked"),
-    (r"18", r"1,2,\ldots,18", "no", "a list again"),
-    (r"18", r"17 = 18", "no", "of relations only symbol = value"),
-    (r"18", r"17 \equiv 18", "no", "the right side is not picked"),
-    (r"25", r"x^2+y^2=25", "no", "an equation is no value"),
-    (r"5", r"x = 5", "yes", "the symbol may stand there"),
-    (r"x=5", r"5", "yes", "or be left out"),
-    (r"x=5", r"y=5", "no", "but not be another"),
-    (r"y = 2x + 3", r"y = 3 + 2x", "yes", "equal right sides"),
-    (r"y = 2x + 3", r"2x+3", "yes", "the symbol may be left out"),
-    (r"5x - 7y + 11z + 4 = 0", r"5x - 7y + 11z = -4", "yes", "equations by the library"),
-    (r"x \in [-2,7]", r"[-2,7]", "yes", "the symbol may be left out"),
-    (r"1,-2", r"-2, 1", "yes", "a list: in any order"),
-    (r"1,-2", r"1", "no", "all of it"),
-    (r"1,-2", r"1, -2, 3", "no", "and nothing else"),
-    (r"1,-2", r"x = 1 \text{ or } x = -2", "yes", "with symbols and words"),
-    (r"3, 5, 7", r"\{7,5,3\}", "yes", "a set is a list"),
-    (r"1 \pm \sqrt{19}", r"1-\sqrt{19}, 1+\sqrt{19}", "yes", "± stands for two"),
-    (r"(1,2)", r"(2,1)", "no", "in brackets the order counts"),
-    (r"(3, \frac{\pi}{2})", r"\left( 3, 0.5\pi \right)", "yes", "item by item"),
-    (r"(1,2)", r"(1,3)", "no", "every item counts"),
-    (r"(1,2)", r"[1,2]", "no", "and so does the bracket"),
-    (r"(3,4]", r"(3, 4]", "yes", "an interval"),
-    (r"(1,2)", r"1,2", "no", "a pair keeps its brackets"),
-    (r"(1,2)", r"(x,y) = (1,2)", "yes", "the symbols may stand there"),
-    (r"(-\infty, 2) \cup (3, \infty)", r"(3,∞) ∪ (-∞,2)", "yes", "unions by the library"),
-    (
-        r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}",
-        r"\begin{bmatrix} -\frac13 \\ \frac23 \end{bmatrix}",
-        "yes",
-        "matrices by the library",
-    ),
-    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 2 \\ 1 \end{pmatrix}", "no", "their order counts"),
-    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 & 2 \end{pmatrix}", "no", "and so does their shape"),
-    (r"52_8", r"52_{8}", "yes", "one spelling of the base"),
-    (r"52_8", r"52", "no", "without its base it is another number"),
-    (r"52_8", r"52_9", "no", "another base"),
-    (r"3R^2", r"3r^2", "yes", "the library does not tell the case of symbols"),
+    [cell.strip().removeprefix("`").removesuffix("`") for cell in line.strip("| ").split(" | ")]
+    for line in DOCS.splitlines()
+    if line.startswith("| `")
 ]
 
 # Text that takes for ever to parse, to evaluate or to simplify.
@@ -188,30 +58,46 @@ def boxed(answer):
     return f"Let me think. The answer is \\boxed{{{answer}}}."
 
 
-def seconds(function):
-    """The faster of two tries: another process may have held the processor."""
-    times = []
-    for _ in range(2):
-        start = time.monotonic()
-        function()
-        times.append(time.monotonic() - start)
-        if times[-1] < 2:
-            break
-    return min(times)
+def cpu_seconds(function):
+    """CPU time, here and in the worker; its start is not counted. A machine may be busy."""
+    verify(boxed(r"\sqrt{8}"), r"2\sqrt{2}")
+    CODE.library_equal.cache_clear()
+    verify(boxed(r"\sqrt{8}"), r"2\sqrt{2}")  # a worker is running
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    worker = worker_seconds()
+    start = time.process_time()
+    function()
+    took = time.process_time() - start
+    if CODE.library["process"].poll() is None:
+        return took + worker_seconds() - worker
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return took + ended.ru_utime + ended.ru_stime - children.ru_utime - children.ru_stime - worker
+
+
+def worker_seconds():
+    fields = (
+        Path(f"/proc/{CODE.library['process'].pid}/stat").read_text().rpartition(")")[2].split()
+    )
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def library_runs():
     """Started before anything is timed."""
-    assert verify(boxed(r"\sqrt{2}\cdot\sqrt{2}"), "2") == 1
+    assert verify(boxed(r"\sqrt{8}"), r"2\sqrt{2}") == 1
 
 
 def run_script(tmp_path, body):
     """A script of the user's, without a __main__ guard, as `python script.py`."""
     script = tmp_path / "script.py"
     script.write_text(body)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(CODE.__file__).parent), *sys.path])}
-    return subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=env)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE.parent), *sys.path]),
+    }
+    return subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=env
+    )
 
 
 def gone(pid):
@@ -238,19 +124,120 @@ def parents():
 # --- what counts as equal ---
 
 
-@pytest.mark.parametrize("gold, answer, equal, why", CASES, ids=[f"{gold} | {answer}" for gold, answer, _, _ in CASES])
+@pytest.mark.parametrize(
+    "gold, answer, equal, why", CASES, ids=[f"{gold} | {answer}" for gold, answer, _, _ in CASES]
+)
 def test_table(gold, answer, equal, why):
     assert verify(boxed(answer), gold) == (equal == "yes"), why
 
 
-def test_readme_has_this_table():
-    readme = HERE.parent / "README.md"
-    if not readme.exists():
-        pytest.skip("no README.md yet")
-    table = re.search(r"<!-- verify table -->(.*?)<!-- /verify table -->", readme.read_text(), re.DOTALL)
-    assert table, "README.md lacks the table between <!-- verify table --> and <!-- /verify table -->"
-    rows = [[cell.strip() for cell in line.strip(" |").split(" | ")] for line in table[1].strip().splitlines()]
-    assert rows[2:] == [[f"`{gold}`", f"`{answer}`", equal, why] for gold, answer, equal, why in CASES]
+def test_the_tables_are_read_whole():
+    assert len(CASES) == DOCS.count(" | yes | ") + DOCS.count(" | no | ") > 180
+    for row in CASES:
+        assert len(row) == 4 and row[2] in ("yes", "no") and row[3].endswith("."), row
+
+
+# More inputs of each kind that the tables show: gold, answers that are equal, answers that are not.
+KINDS = [
+    ("x^2+1=0", ["-x^2-1=0", "2x^2+2=0", "x^2=-1"], ["0=0", "x^2+1=1", "x^2-1=0", "2=0", "x^4=1"]),
+    (r"\cos x=3", [r"3=\cos x"], ["1=0", r"\cos x=4", "x=3", "2=1"]),
+    ("x^2+y^2=25", ["25=y^2+x^2", r"\frac{x^2+y^2}{5}=5"], ["x^2+y^2=5", "25", "0=0", "25=25"]),
+    ("y=5", ["5", "y = 5", "y=5.0"], ["y=6", "z=5", "2y=10", r"y=\sqrt{25}", "5=5", "y-5=0"]),
+    ("I_1=7", ["I_{1} = 7"], ["I_2=7", "I_1=8"]),
+    ("2+2=4", ["2+2=4"], ["1+1=2", "0=0", "5=6"]),
+    ("8d", [r"8 \cdot d", "2d+6d"], ["8", "8h", "8c"]),
+    ("4cm+c", ["c+4cm"], ["4cm", "5", "c"]),
+    ("3h+2", ["2+3h"], ["3", "5", "2", "3h"]),
+    ("2s", ["s+s", "2 s"], ["2", "2t", r"2\text{ s}"]),
+    ("7", ["7 cm", "7 kg", "7 days", "7 people", r"7\mathrm{ km}", "7 dollars per day", "7cm"], []),
+    ("7", [r"7 \text{ m}^2", "7 cubic feet", r"7\,\mathrm{cm}", r"\textbf{7}", "7 months"], []),
+    (
+        "7",
+        [],
+        ["7 tenths", "7 hundred", "7 halves", "7 dozens", "7 billion", "7 times two", "7 by 2"],
+    ),
+    (
+        "7",
+        [],
+        [r"7\mathit{ hundred}", r"7\operatorname{mod} 2", "7 sevenths", "7 doubled", "7 none"],
+    ),
+    ("7", [], ["7 choose 2", "7 twelfths of pies", "7 fifteenths", "7 is", "7 lakhs", "7 thirds"]),
+    ("7", [], ["7 or eight", "7 if even", "7 cannot", "7x", "7ab", "7 i", "7 e", r"7\mathrm{i}"]),
+    (
+        "7",
+        [],
+        [r"7\text{ not }", "7 times less", "7 never", "7 in base eight", "7!", "7 squared miles"],
+    ),
+    (
+        r"\frac{3}{4}",
+        [r"\frac{3}{4}\text{ miles}", r"\frac34 \textit{hours}", "3/4 cups", ".75"],
+        [],
+    ),
+    (
+        r"\frac{3}{4}",
+        [],
+        [r"\frac{3}{4} \text{ million}", "3/4 dozen", r"\frac{3}{4}x", r"3 \div 4"],
+    ),
+    ("g''(x)", ["g''(x)"], ["g'(x)", "g(x)", "g'" + "''(x)"]),
+    ("x'+2x", ["2x+x'"], ["x+2x", "3x", "x''+2x"]),
+    ("2,2,3", ["3,2,2", r"\{2,3,2\}"], ["2,3,3", "2,3", "2,2,2,3"]),
+    (r"\sqrt2,\sqrt2,\pi", [r"\pi,\sqrt2,\sqrt2"], [r"\pi,\pi,\sqrt2"]),
+    ("a=3, b=4", ["b=4, a=3", "a=3 and b=4", "3, 4"], ["4, 3", "a=4, b=3", "a=3", "b=3,a=4"]),
+    ("x=2", ["x=2", "2"], ["x=1=2", r"x\approx 2", r"x \to 2", r"x\sim2", "1+1=2", "x>2", "x<2"]),
+    ("y=x+1", ["x+1", "y-x=1", "y=1+x"], ["y=x=1", r"y \equiv x+1", "y>x+1", "y=x", "x=y+1"]),
+    ("9", [], [r"1+3+\cdots+5", "1,...,9", "[9,9]", "(9,9)", r"\{9,9\}", r"\lfloor 9.5 \rfloor"]),
+    ("9", [], ["3^2", "|9|", r"\gcd(9,18)", r"\max(8,9)", "10-1", "81/9 + 0", r"9\cdot1", "9+0i"]),
+    ("[2,2]", ["[2, 2]"], ["2", "(2,2)", "[2,3]"]),
+    ("2Ab", ["2bA"], ["2ab", "2AB", "2aB"]),
+    (r"\Gamma+1", [r"1+\Gamma"], [r"\gamma+1", "1.5772156649"]),
+    (r"m(\gamma^2-1)", [r"m\gamma^2-m"], ["2", "m", r"\infty"]),
+    (r"(-\infty,5]", [r"(-\infty, 5]", r"x\in(-\infty,5]"], [r"(\infty,5]", r"(-\infty,5)"]),
+    (r"[0,\infty)", [r"[0,+\infty)", "[0,∞)", "[0,infinity)"], [r"[0,-\infty)", r"(0,\infty)"]),
+    (
+        "(4,-1)",
+        ["(u,v)=(4,-1)", "(x_1,x_2)=(4,-1)", "P=(4,-1)"],
+        ["(v,u)=(-1,4)", "4,-1", "(4,-1,0)"],
+    ),
+    (r"x\ge2", [r"x\geqslant 2", r"x \geq 2", "x>=2", r"2\le x", "x≥2"], ["x>2", r"x\le2", "x=2"]),
+    (r"0\le t<4", [r"4>t\ge0", r"0\leq t<4"], [r"0<t<4", r"0\le t\le4", r"4\ge t>0"]),
+    (r"x\ne1", [r"x\neq 1", "x ≠ 1"], ["x=1", r"x\ne2"]),
+    (r"3\sqrt{7}", ["3sqrt(7)", "3*sqrt(7)", r"\sqrt{63}", "3√7"], ["3*7", "sqrt(7)", "3sqrt(8)"]),
+    (
+        r"\frac{\pi}{4}",
+        ["pi/4", "(pi)/4", r"0.25\pi", r"\frac\pi4"],
+        ["pi", "4/pi", "0.785", r"\pi"],
+    ),
+    ("1,4", ["{1,4}", "4 and 1", "1 or 4", r"\{4,1\}"], ["(1,4)", "[1,4]", "14", "1.4"]),
+    (r"\emptyset", [r"\{\}", "∅", r"\varnothing"], ["0", r"\{0\}"]),
+    ("2i", [r"\sqrt{-4}", r"2\sqrt{-1}"], ["-2i", "2", r"\sqrt{4}", "2I"]),
+    (
+        r"\frac{-1\pm\sqrt5}{2}",
+        [r"\frac{-1+\sqrt5}{2}, \frac{-1-\sqrt5}{2}"],
+        [r"\frac{-1+\sqrt5}{2}"],
+    ),
+    (r"\frac{dx}{dt}=kx-a", [r"\frac{dx}{dt} = -a+kx"], ["0=kx-a", r"\frac{x}{t}=kx-a", "kx-a=1"]),
+    (
+        r"\begin{pmatrix} 2 \\ -6 \end{pmatrix}",
+        [r"2\begin{bmatrix} 1 \\ -3 \end{bmatrix}"],
+        [
+            r"\begin{pmatrix} 2 \\ 6 \end{pmatrix}",
+            "(2,-6)",
+            r"\begin{pmatrix} 2 & -6 \end{pmatrix}",
+            "2",
+        ],
+    ),
+    (r"\log_2 3", [r"\frac{\ln 3}{\ln 2}"], [r"\log_3 2", r"\log 3"]),
+    ("A^T", ["A^{T}"], ["A", "A^{2}"]),
+    (r"\ln 2+x", [r"x+\ln(2)"], [r"\log 2+x", "x+0.69", "x"]),
+]
+
+
+@pytest.mark.parametrize(
+    "gold, right, wrong", KINDS, ids=[f"{gold} {n}" for n, (gold, _, _) in enumerate(KINDS)]
+)
+def test_kinds(gold, right, wrong):
+    assert [answer for answer in right if verify(boxed(answer), gold) != 1] == []
+    assert [answer for answer in wrong if verify(boxed(answer), gold) != 0] == []
 
 
 # --- 24: golds ---
@@ -270,6 +257,12 @@ def test_readme_has_this_table():
         (1e22, "10000000000000000000000"),
         (["9.6\n"], "9.6"),
         (["4", "4\n"], "4"),
+        ('["34"]', "34"),  # a list that is written as a string
+        ("['34']", "34"),
+        (' [ "34" ]\n', "34"),
+        (r'["\\frac{1}{2}"]', r"\frac{1}{2}"),
+        (r'["\frac{1}{2}"]', r"\frac{1}{2}"),  # by somebody who forgot to escape
+        ("[1,2]", "[1,2]"),  # an interval
     ],
 )
 def test_24_gold_forms(raw, answer):
@@ -278,13 +271,25 @@ def test_24_gold_forms(raw, answer):
     assert verify(boxed(answer), raw) == 1
 
 
-@pytest.mark.parametrize("alternatives", [list(map("{}a".format, ["alph", "bet", "gamm", "delt"] * 3)),
-                                          [str(n) * 62 for n in range(1, 10)]])  # fmt: skip
+@pytest.mark.parametrize(
+    "alternatives", [["alpha", "beta", "gamma", "delta"] * 3, [str(n) * 62 for n in range(1, 10)]]
+)
 def test_24_many_alternatives_are_read_again_one_by_one(alternatives):
     """Fault: together they are too long or too many words, which ends a run in the middle."""
     gold = gold_answer(alternatives)
     assert gold_answer(gold) == gold
     assert verify(boxed(alternatives[-1]), gold) == 1 and verify(boxed("7"), gold) == 0
+
+
+def test_24_a_list_written_as_a_string_holds_alternatives():
+    gold = gold_answer(r'["\\sqrt{2}", "x, y"]')
+    assert [verify(boxed(x), gold) for x in (r"\sqrt{2}", "y, x", "x", r"\sqrt{3}")] == [1, 1, 0, 0]
+
+
+def test_24_words_that_only_look_like_placeholders_are_golds():
+    for raw in ("no solution", "solution A", "proof by cases", "undefined", "no", "not a function"):
+        assert verify(boxed(raw), raw) == 1
+    assert gold_answer(r"\infty") == r"\infty"
 
 
 def test_24_a_gold_with_alternatives():
@@ -293,19 +298,61 @@ def test_24_a_gold_with_alternatives():
     assert [verify(boxed(x), gold) for x in ("0.01", "0.02", "0.03", "0.01, 0.02")] == [1, 1, 0, 0]
 
 
-UNREADABLE = [None, math.nan, math.inf, -math.inf, True, False, "", "  ", "nan", "None", [], [None], ["1", ""], {}]
-UNREADABLE += [b"5", "????", r"\frac{1}{", "}{", r"so \boxed{5", "#### ", "1" * 1_000_000, "{" * 100_000]
-UNREADABLE += ["There are 16 eggs and she eats three of them, then she sells the rest for 2 dollars each."]
+UNREADABLE = [
+    None,
+    math.nan,
+    math.inf,
+    -math.inf,
+    True,
+    False,
+    "",
+    "  ",
+    "nan",
+    "None",
+    [],
+    [None],
+    ["1", ""],
+    {},
+]
+UNREADABLE += [
+    b"5",
+    "????",
+    r"\frac{1}{",
+    "}{",
+    r"so \boxed{5",
+    "#### ",
+    "1" * 1_000_000,
+    "{" * 100_000,
+]
+UNREADABLE += [
+    "proof",
+    "Proof",
+    r"\text{Proof}",
+    "notfound",
+    "not found",
+    "N/A",
+    "none",
+    "see solution",
+    '["proof"]',
+]
+UNREADABLE += ["See the solution.", "null", "unknown", "omitted", "[]", '[""]', "inf"]
+UNREADABLE += [
+    "There are 16 eggs and she eats three of them, then she sells the rest for 2 dollars each."
+]
 
 
 @pytest.mark.parametrize("raw", UNREADABLE, ids=[repr(raw)[:20] for raw in UNREADABLE])
 def test_24_an_unreadable_gold_is_an_error(raw):
-    for read in (gold_answer, lambda raw: verify(boxed("5"), raw), lambda raw: verify("no answer", raw)):
+    for read in (
+        gold_answer,
+        lambda raw: verify(boxed("5"), raw),
+        lambda raw: verify("no answer", raw),
+    ):
         with pytest.raises(ValueError) as error:
             read(raw)
         assert type(error.value).__name__ == "BadInput"
         assert len(str(error.value)) < 200
-        assert not isinstance(raw, str) or repr(raw[:10])[1:-1] in str(error.value)
+        assert not isinstance(raw, str) or repr(raw.strip('["]')[:10])[1:-1] in str(error.value)
 
 
 FULL = os.environ.get("RLVR_DATA")
@@ -372,6 +419,31 @@ def test_another_problems_gold_earns_nothing(name):
         ("#### 1/2", "0.5", 1),
         ("#### 28%", "28", 1),
         ("#### 41,42", "41", 0),
+        ("#### 42.", "42", 1),
+        ("#### 42 dollars\nThe answer is 43.", "42", 1),
+        ("#### 42. I am sure", "42", 1),
+        ("#### 42+1", "42", 0),
+        ("#### 42 - 1", "42", 0),
+        ("#### 42=43", "42", 0),
+        ("#### 42 million", "42", 0),
+        ("#### 42 000", "42", 0),
+        ("#### 42 000", "42000", 1),
+        (r"#### 42\cdot 2", "42", 0),
+        ("#### 42 * 2", "42", 0),
+        ("#### 42/2", "42", 0),
+        ("#### 42/2", "21", 1),
+        ("#### 42^2", "42", 0),
+        ("#### 42!", "42", 0),
+        ("#### 42x", "42", 0),
+        ("#### 40 + 2 = 42", "42", 0),
+        ("#### 40 + 2 = 42", "40", 0),
+        ("#### 42 or 43", "42", 0),
+        ("#### 42, 43", "42", 0),
+        ("#### 42, or 43", "42", 0),
+        ("#### 42 is wrong", "42", 0),
+        ("#### Paris", "Paris", 0),  # not a number
+        (r"#### \sqrt{2}", r"\sqrt{2}", 0),
+        (r"#### \frac{1}{2}", "0.5", 1),
         ("#### 10^6", "10", 0),
         ("#### 1e5", "1", 0),
         ("#### Step 1: add 2", "1", 0),
@@ -390,10 +462,29 @@ def test_25_the_last_box_else_the_number_after_hashes(completion, answer, reward
 
 def test_26_spraying_earns_nothing():
     numbers = [str(n) for n in range(1, 101)]
-    sprays = ["41 or 42", "41, 42", "41,42", "42, 42", r"41 \text{ or } 42", r"41 \text{ and } 42", "41; 42"]
-    sprays += [r"\{41, 42\}", r"41 \quad 42", "41 42", "41/42", r"42 \pm 1", "x = 41, x = 42", "[41,42]", "41|42"]
+    sprays = [
+        "41 or 42",
+        "41, 42",
+        "41,42",
+        "42, 42",
+        r"41 \text{ or } 42",
+        r"41 \text{ and } 42",
+        "41; 42",
+    ]
+    sprays += [
+        r"\{41, 42\}",
+        r"41 \quad 42",
+        "41 42",
+        "41/42",
+        r"42 \pm 1",
+        "x = 41, x = 42",
+        "[41,42]",
+        "41|42",
+    ]
     sprays += ["41 & 42", "(41, 42)"]
-    sprays += [sep.join(numbers) for sep in (",", ", ", " ", " or ", r" \text{ or } ", r"\\", "=", ";")]
+    sprays += [
+        sep.join(numbers) for sep in (",", ", ", " ", " or ", r" \text{ or } ", r"\\", "=", ";")
+    ]
     assert [spray for spray in sprays if verify(boxed(spray), "42")] == []
     assert verify(r"\boxed{41} \boxed{42} \boxed{43}", "42") == 0
 
@@ -401,12 +492,23 @@ def test_26_spraying_earns_nothing():
 def test_27_thousands_tuples_and_signs():
     for answer in ("1,234", "$1,234.00", r"\$1{,}234", "1{,}234", "1234"):
         assert verify(boxed(answer), "1,234") == verify(boxed("1234"), answer) == 1
-    assert verify(boxed("0,1"), "1") == verify(boxed("0,1"), "0.1") == verify(boxed("1"), "0,1") == 0
+    assert (
+        verify(boxed("0,1"), "1") == verify(boxed("0,1"), "0.1") == verify(boxed("1"), "0,1") == 0
+    )
     assert verify(boxed("-5"), "5") == verify(boxed("5"), "-5") == 0
 
 
 def test_28_percent_units_text_and_degrees():
-    answers = ["28", r"28\%", "28 %", r"28 \text{ cm}", r"28 \mbox{ inches}^2", r"28^\circ", "28°", "28 degrees"]
+    answers = [
+        "28",
+        r"28\%",
+        "28 %",
+        r"28 \text{ cm}",
+        r"28 \mbox{ inches}^2",
+        r"28^\circ",
+        "28°",
+        "28 degrees",
+    ]
     for answer in [*answers, r"\text{28}"]:
         for gold in ("28", r"28\%", r"28^{\circ}", r"28\text{ eggs}"):
             assert verify(boxed(answer), gold) == 1, (gold, answer)
@@ -423,38 +525,49 @@ def test_29_rationals_exactly_decimals_within_a_millionth():
     assert [verify(boxed(x), "0.5") for x in near_half] == [1, 0, 1, 1, 0]
     tiny = ("1e-20", "1e-30", "0", r"10^{-20}", r"1.0 \times 10^{-20}", "-10^{-20}")
     assert [verify(boxed(x), "1e-20") for x in tiny] == [1, 0, 0, 1, 1, 0]
+    assert [verify(boxed(x), "1e999") for x in ("1e999", "1e998", "0.5")] == [1, 0, 0]
+    assert verify(boxed(r"\sqrt{2}+0.001"), r"\sqrt{2}") == 0
 
 
 # --- 30 to 33: hostile text ---
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_30_bombs_earn_nothing_within_two_seconds(name):
+def test_30_bombs_earn_nothing_in_time(name, monkeypatch):
+    monkeypatch.setattr(CODE, "CPU_SECONDS", 0.3)  # the list of bombs below has the limit as it is
     rewards = []
-    assert seconds(lambda: rewards.append(verify(boxed(BOMBS[name]), r"\frac{\sqrt{2}}{3}"))) < 2
+    assert (
+        cpu_seconds(lambda: rewards.append(verify(boxed(BOMBS[name]), r"\frac{\sqrt{2}}{3}"))) < 1
+    )
     assert set(rewards) == {0}
 
 
 def test_30_long_completions():
-    texts = [r"\boxed{" * 100_000, r"\boxed{1}" * 100_000, r"\boxed" + " " * 1_000_000, r"\boxed{" + "{" * 1_000_000]
+    texts = [
+        r"\boxed{" * 100_000,
+        r"\boxed{1}" * 100_000,
+        r"\boxed" + " " * 1_000_000,
+        r"\boxed{" + "{" * 1_000_000,
+    ]
     texts += ["#" * 1_000_000, "#### " + "1," * 500_000, "#### " + "9" * 1_000_000]
     for text in texts:
-        assert seconds(functools.partial(verify, text, r"\sqrt{2}")) < 2
+        assert cpu_seconds(functools.partial(verify, text, r"\sqrt{2}")) < 2
         assert verify(text, "42") == 0
 
 
 def test_30_a_list_of_bombs_has_one_limit():
     bombs = ", ".join(f"9^{{9^{{9^{n}}}}}" for n in range(2, 9))
-    assert seconds(lambda: verify(boxed(bombs), r"\pi, 2\pi, 3\pi, 4\pi, 5\pi, 6\pi, 7\pi")) < 2
+    assert cpu_seconds(lambda: verify(boxed(bombs), r"\pi, 2\pi, 3\pi, 4\pi, 5\pi, 6\pi, 7\pi")) < 2
 
 
 def test_30_a_verdict_of_many_questions_has_one_limit():
     CODE.library_equal.cache_clear()
     verify(boxed(r"\sqrt{7}, \sqrt{11}"), r"\sqrt{7+0}, \sqrt{13}")
-    assert CODE.budget.seconds < CODE.LIMIT  # what the first question took is gone
-    CODE.budget.seconds = 0
+    assert CODE.budget.seconds < CODE.CPU_SECONDS  # what the first question took is gone
+    CODE.budget.seconds = 0.02
     with pytest.raises(TimeoutError):
-        CODE.library_equal(r"\sqrt{7}", r"\sqrt{17}")
+        CODE.library_equal(r"\sqrt{7}", "9^{9^{9^{6}}}")
+    assert CODE.library["process"].returncode == -signal.SIGPROF
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
@@ -478,34 +591,36 @@ def test_30_caches_are_bounded():
         assert function.cache_info().maxsize
 
 
-def test_30_timeouts_are_counted_and_nothing_else():
+def test_30_timeouts_are_counted_and_nothing_else(monkeypatch):
+    monkeypatch.setattr(CODE, "CPU_SECONDS", 0.3)
     before = verify_timeouts()
     for answer in (r"\sqrt{3}", r"\frac{", "???", "41", r"\foo", "1+" * 100, BOMBS["200 brackets"]):
         assert verify(boxed(answer), r"\sqrt{2}") == 0
     assert verify_timeouts() == before
     verify(boxed("3^{3^{3^{3^{3}}}}"), r"\sqrt{2}")
     assert verify_timeouts() == before + 1
-    verify(boxed("3^{3^{3^{3^{3}}}}"), r"\sqrt{2}")  # a verdict that ran out of time is not remembered
+    verify(
+        boxed("3^{3^{3^{3^{3}}}}"), r"\sqrt{2}"
+    )  # a verdict that ran out of time is not remembered
     assert verify_timeouts() == before + 2
 
 
-def test_31_in_threads_at_the_same_time():
+def test_31_in_threads_at_the_same_time(monkeypatch):
+    monkeypatch.setattr(CODE, "CPU_SECONDS", 0.3)
     results = {}
 
     def work(n):
-        start = time.monotonic()
         bomb = verify(boxed(f"9^{{9^{{9^{{9}}}}}}+{n}"), r"\sqrt{2}")
-        results[n] = bomb, time.monotonic() - start, verify(boxed(rf"\sqrt{{{n * n * 2}}}"), rf"{n}\sqrt{{2}}")
+        results[n] = bomb, verify(boxed(rf"\sqrt{{{n * n * 2}}}"), rf"{n}\sqrt{{2}}")
 
-    for _ in range(2):
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(2, 6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if all(took < 2 for _, took, _ in results.values()):
-            break
-    assert [(bomb, took < 2, right) for bomb, took, right in results.values()] == [(0, True, 1)] * 4
+    before = verify_timeouts()
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(2, 6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {n: (0, 1) for n in range(2, 6)}
+    assert verify_timeouts() == before + 4
 
 
 def test_31_the_callers_alarm_goes_off_as_set():
@@ -543,7 +658,11 @@ def test_31_after_an_interruption_no_verdict_gets_anothers_reply():
 
 def test_32_text_is_never_evaluated(tmp_path):
     made = tmp_path / "made"
-    for text in (f"__import__('os').mkdir('{made}')", f'exec("open({str(made)!r}, \'w\')")', f"open('{made}','w')"):
+    for text in (
+        f"__import__('os').mkdir('{made}')",
+        f"exec(\"open({str(made)!r}, 'w')\")",
+        f"open('{made}','w')",
+    ):
         for answer in (text, rf"\text{{{text}}}", f"={text}", f"1,{text}"):
             assert verify(boxed(answer), "42") == verify(f"#### {answer}", "42") == 0
         CODE.budget.seconds = 1
@@ -565,13 +684,96 @@ def test_33_gold_and_answer_are_not_swapped(monkeypatch):
 # --- model text never raises, and the process behind it is well behaved ---
 
 
-ODD = [None, 5, 5.0, b"\\boxed{5}", [], "\ud800", "\x00", "\\", "\\boxed{\\", "\\boxed{\ud800\x00}", r"\boxed{\ud800}"]
+ODD = [
+    None,
+    5,
+    5.0,
+    b"\\boxed{5}",
+    [],
+    "\ud800",
+    "\x00",
+    "\\",
+    "\\boxed{\\",
+    "\\boxed{\ud800\x00}",
+    r"\boxed{\ud800}",
+]
 
 
 @pytest.mark.parametrize("completion", ODD, ids=ascii)
 def test_any_completion_gives_a_verdict(completion):
     assert verify(completion, "5") == 0
     assert verify(completion, r"\sqrt{2}") == 0
+
+
+def test_mutations_raise_nothing_and_take_no_time():
+    """The tool does 100,000."""
+    rng = random.Random(1)
+    answers = list(fuzz_verify.golds())
+    for _ in range(3000):
+        gold = rng.choice(answers)
+        completion = fuzz_verify.mutate(
+            boxed(fuzz_verify.mutate(rng.choice((gold, rng.choice(answers))), rng)), rng
+        )
+        assert verify(completion, gold) in (0, 1)
+
+
+def test_no_system_without_fork(monkeypatch):
+    monkeypatch.delattr(os, "fork")
+    with pytest.raises(ValueError, match="Linux or macOS"):
+        gold_answer("5")
+
+
+NO_LIMIT = """
+import resource
+import sys
+def refuse(*_):
+    sys.stderr.write("refused")
+    raise ValueError("current limit exceeds maximum limit")
+resource.setrlimit = refuse
+"""
+
+
+def test_without_a_memory_limit_it_works(tmp_path):
+    """Fault: on macOS the worker did not start, and the message was about math-verify."""
+    (tmp_path / "sitecustomize.py").write_text(NO_LIMIT)
+    worker = subprocess.run(
+        [sys.executable, "-c", CODE.WORKER + "\nlibrary_worker()"],
+        input=json.dumps([60, r"\sqrt{8}", r"2\sqrt{2}"]) + "\n",
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert "refused" in worker.stderr  # the limit was asked for
+    assert json.loads(worker.stdout)[0] is True
+
+
+def test_a_busy_machine_changes_no_verdict():
+    """Fault: with limits in wall-clock seconds, right answers earned 0 on a busy machine."""
+    CODE.library_equal.cache_clear()
+    pid = CODE.library["process"].pid
+    threading.Timer(0.1, os.kill, (pid, signal.SIGSTOP)).start()  # while it computes
+    threading.Timer(3, os.kill, (pid, signal.SIGCONT)).start()
+    assert verify(boxed("x" + "+1" * 240), "x+1+239") == 1
+    assert CODE.library["process"].pid == pid
+
+
+def test_numbers_never_reach_the_library(monkeypatch):
+    monkeypatch.setattr(CODE, "library_equal", None)  # not even callable
+    golds = ["18", "-0.5", "1,234", r"\frac{3}{7}", r"4\frac12", r"3\times 10^{-8}", r"28\%"]
+    golds += [r"\$5", "x=6", "7 cm"]
+    others = [
+        "3!",
+        r"\sqrt{4}",
+        "x+1",
+        "[7,7]",
+        "x^2=4",
+        "1,2",
+        "words",
+        r"\binom{3}{2}",
+        "9^{9^9}",
+    ]
+    for gold in golds:
+        assert [answer for answer in golds + others if verify(boxed(answer), gold)] == [gold]
 
 
 def test_verdicts_are_floats():
@@ -598,6 +800,15 @@ def test_the_worker_is_restarted_after_a_kill():
     assert verify_timeouts() == before
 
 
+def test_a_forked_process_starts_its_own_worker(monkeypatch):
+    """Fault: two processes with one pipe read each other's replies."""
+    pid = CODE.library["process"].pid
+    monkeypatch.setitem(CODE.library, "owner", 0)  # as a child process finds it
+    assert verify(boxed(r"\sqrt{23^2\cdot3}"), r"23\sqrt{3}") == 1
+    assert CODE.library["process"].pid != pid
+    monkeypatch.setitem(CODE.library, "owner", os.getpid())
+
+
 def test_the_worker_leaves_ctrl_c_to_the_caller():
     pid = CODE.library["process"].pid
     os.kill(pid, signal.SIGINT)
@@ -615,20 +826,25 @@ print(code.library["process"].pid, flush=True)
 
 
 def test_the_worker_runs_nothing_of_the_callers_and_ends_with_it(tmp_path):
-    process = run_script(tmp_path, SCRIPT + "sys.stdin.readline()")  # waits for ever: nothing is written to it
+    process = run_script(
+        tmp_path, SCRIPT + "sys.stdin.readline()"
+    )  # waits for ever: nothing is written to it
     assert process.stdout.readline() == "top\n"
     pid = int(process.stdout.readline())
     if Path(f"/proc/{pid}/maps").exists():
         assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
         assert os.readlink(f"/proc/{pid}/fd/2") == "/dev/null"
     process.kill()
-    assert process.stdout.read() == ""  # the worker neither printed "top" again nor holds the pipe open
+    assert (
+        process.stdout.read() == ""
+    )  # the worker neither printed "top" again nor holds the pipe open
     process.wait()
     assert gone(pid)
 
 
 def test_a_script_ends_although_the_worker_is_at_work(tmp_path):
-    bomb = r'code.threading.Thread(target=code.verify, args=(r"\boxed{9^{9^{9^9}}}", r"\sqrt{2}"), daemon=True).start()'
+    bomb = r'target=code.verify, args=(r"\boxed{9^{9^{9^9}}}", r"\sqrt{2}"), daemon=True'
+    bomb = f"code.threading.Thread({bomb}).start()"
     process = run_script(tmp_path, SCRIPT + bomb)
     assert process.communicate(timeout=60)[0].startswith("top\n")
     assert process.returncode == 0

@@ -1,57 +1,87 @@
-"""Everything that only a GPU can tell, in one run of about four minutes, without a download.
+"""What only a GPU can tell, as commands of their own, each of less than three minutes:
 
-    python tests/gpu_check.py            # Qwen2.5-0.5B and 3B shapes, random weights, bf16, on CUDA
-    python tests/gpu_check.py --smoke    # the same code on CPU with a toy shape: does the check itself work?
+    python tests/tools/gpu_check.py rollout     64 x 256 tokens: cuDNN, expandable segments on, off
+    python tests/tools/gpu_check.py update      its peak; sampled beside scored log-probs
+    python tests/tools/gpu_check.py helper      log-probs and entropies beside the plain way
+    python tests/tools/gpu_check.py scripts     three steps of each script, and of one at 3B
+    python tests/tools/gpu_check.py processes   two GPUs by torchrun beside one
 
-Prints Markdown tables: rollout tokens a second by rollout path, the log-prob helper beside the plain way, and for every
-script three whole steps with update time, peak memory, and the first update's largest |ratio - 1| and KL; checks that
-the optimizer's weights are float32 and hold updates that bf16 would swallow.
+Random weights in the shapes of Qwen2.5-0.5B and 3B, bf16, no download. --smoke runs the same code
+on the CPU with a toy shape: does the check itself work? Prints Markdown tables; GB are 1e9 bytes.
 """
 
 import argparse
 import importlib
 import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import torch
-from transformers import AutoTokenizer, ContinuousBatchingConfig, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
-
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import common
 import grpo
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-SCRIPTS = ("grpo", "dr_grpo", "sign_grpo", "length_alpha", "ep_grpo")
+SCRIPTS = "grpo", "dr_grpo", "sign_grpo", "length_alpha", "ep_grpo"
 SHAPES = {
-    "0.5B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14),
-    "3B": dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16),
-    "toy": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4),
-}
+    "0.5B": dict(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14),
+    "3B": dict(
+        hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16),
+    "toy": dict(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4),
+}  # fmt: skip
+TINY = str(ROOT / "tests" / "tiny")
 
 
-def make_model(shape, folder, vocab):
-    """A random model of a given shape as an ordinary folder, with the tiny tokenizer, shorter than the vocabulary."""
+class Setting:
+    """Shapes and sizes on a GPU, or those of --smoke."""
+
+    def __init__(self, smoke):
+        self.device = "cpu" if smoke else "cuda"
+        self.small, self.large = ("toy", "toy") if smoke else ("0.5B", "3B")
+        self.tokens = 16 if smoke else 256
+        self.samples = 2 if smoke else 8
+        self.prompts = 2 if smoke else 8
+        self.vocab = 1024 if smoke else 151_936
+
+
+def make_model(shape, setting):
+    """A random model on the device, and the tiny tokenizer, which knows fewer ids."""
     torch.manual_seed(0)
-    config = Qwen2Config(vocab_size=vocab, num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=257,
-                         max_position_embeddings=4096, **SHAPES[shape])  # fmt: skip
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        torch.set_default_dtype(torch.bfloat16)
+    config = Qwen2Config(
+        vocab_size=setting.vocab, num_key_value_heads=2, tie_word_embeddings=True,
+        eos_token_id=257, max_position_embeddings=4096, **SHAPES[shape])  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    with common.find_device(setting.device):
         model = Qwen2ForCausalLM(config)
-        torch.set_default_dtype(torch.float32)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(ROOT / "tests" / "tiny").save_pretrained(folder)
+    torch.set_default_dtype(torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(TINY)
 
 
-def synchronize():
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def save_model(shape, folder, setting):
+    """The same as an ordinary folder."""
+    for part in make_model(shape, setting):
+        part.save_pretrained(folder)
 
 
-def peak():
-    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
+def arguments(setting, model, *flags):
+    flags = [
+        "--max_new_tokens", setting.tokens, "--prompts_per_step", setting.prompts,
+        "--group_size", setting.samples, "--model", model, *flags]  # fmt: skip
+    return common.parse_args(grpo.Args, grpo.TINY, list(map(str, flags)))
+
+
+def gigabytes(kind):
+    """The peak since the last reset: "allocated" or "reserved"."""
+    if not torch.cuda.is_available():
+        return "-"
+    return f"{getattr(torch.cuda, f'max_memory_{kind}')() / 1e9:.2f}"
 
 
 def reset_peak():
@@ -61,133 +91,219 @@ def reset_peak():
 
 
 def timed(function):
-    synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     started = time.perf_counter()
     result = function()
-    synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return result, time.perf_counter() - started
 
 
-def compare_rollouts(model, tokenizer, tokens):
-    """Our loop, generate, and continuous batching, on 8 prompts x 8 samples."""
-    prompts = [list(range(40, 60 + 5 * i)) for i in range(8)]
-    args = argparse.Namespace(max_new_tokens=tokens, temperature=1.0)
-    width = max(map(len, prompts))
-    ids = torch.tensor([[258] * (width - len(p)) + p for p in prompts], device=model.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    sampling = dict(do_sample=True, top_k=0, top_p=1.0, max_new_tokens=tokens, pad_token_id=258, eos_token_id=257)
-
-    def ours():
-        return int(grpo.rollout(model, tokenizer, prompts, 8, args, torch.Generator().manual_seed(0))[2].sum())
-
-    def generate():
-        out = model.generate(ids, attention_mask=mask, num_return_sequences=8, **sampling)[:, width:]
-        return int((out != 258).sum())
-
-    def continuous():
-        settings = GenerationConfig(num_return_sequences=8, **sampling)
-        batching = ContinuousBatchingConfig(max_memory_percent=0.2)
-        out = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
-        return sum(len(request.generated_tokens) for request in out.values())
-
-    print("\n| rollout | tokens | seconds | tokens/s | peak GiB |\n|---|---|---|---|---|")
-    for name, path in (("ours", ours), ("generate", generate), ("generate_batch", continuous)):
-        try:
-            path()  # warm up
-            reset_peak()
-            count, seconds = timed(path)
-            print(f"| {name} | {count} | {seconds:.2f} | {count / seconds:.0f} | {peak():.1f} |")
-        except Exception as error:  # a path that this version or machine does not offer must not end the check
-            print(f"| {name} | failed: {type(error).__name__}: {str(error)[:80]} | | | |")
+def draw(model, tokenizer, args):
+    problems = []
+    for i in range(args.prompts_per_step):
+        problems.append({"prompt_ids": list(range(40, 60 + 5 * i)), "question": "?"})
+    streams = [grpo.random_stream(0, "draws", i) for i in range(len(problems))]
+    return grpo.rollout(model, tokenizer, problems, args.group_size, args, streams)
 
 
-def compare_helper(model, rows, length):
+def table(*columns):
+    print("\n| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+
+
+def row(*cells):
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+# --- rollout ---
+def rollout(setting, part):
+    """Each allocator setting in a process of its own, since it is read when torch is imported."""
+    if part:
+        return rollout_part(setting, part)
+    table("shape", "expandable segments", "cuDNN", "tokens/s", "allocated GB", "reserved GB")
+    for expandable in "True", "False":
+        environment = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"}
+        command = [sys.executable, __file__, *sys.argv[1:], "--part", expandable]
+        subprocess.run(command, env={**os.environ, **environment}, check=True)
+
+
+def rollout_part(setting, expandable):
+    model, tokenizer = make_model(setting.large, setting)
+    args = arguments(setting, "none")
+    for cudnn in False, True:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        if not cudnn:  # with it every length needs a plan of its own, which is what is measured
+            draw(model, tokenizer, args)  # warm up
+        reset_peak()
+        batch, seconds = timed(lambda: draw(model, tokenizer, args))
+        speed = f"{batch.mask.sum().item() / seconds:.0f}"
+        cells = ["on" if cudnn else "off", speed, gigabytes("allocated"), gigabytes("reserved")]
+        row(setting.large, expandable, *cells)
+
+
+# --- update ---
+def update(setting, part):
+    table(
+        "shape", "adapters", "seconds", "allocated GB", "reserved GB",
+        "mean difference of log-probs", "worst row", "kl")  # fmt: skip
+    for shape in dict.fromkeys([setting.small, setting.large]):
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(shape, folder, setting)
+            for rank in 0, 32:
+                update_once(setting, folder, shape, rank)
+
+
+def update_once(setting, folder, shape, rank):
+    flags = ["--lora_rank", rank, "--beta", 0.04, "--device", setting.device]
+    args = arguments(setting, folder, *flags, "--warmup_steps", 0)
+    model, tokenizer = common.load_policy(folder, args)
+    reference = common.load_reference(model, args)
+    optimizer = common.Float32AdamW(model, args)
+    check_float32(optimizer)
+    batch = draw(model, tokenizer, args)
+    batch.ref_logps, _ = grpo.score(reference, batch, args)
+    advantages = torch.ones(batch.mask.shape, device=model.device)
+    advantages[::2] = -1
+    weights = batch.mask / batch.mask.sum()
+    reset_peak()
+    sums, seconds = timed(
+        lambda: grpo.update(model, optimizer, batch, advantages, weights, 1, args))
+    difference = (batch.sampled_logps - batch.old_logps).abs().where(batch.mask, 0.0)
+    mean = difference.sum() / batch.mask.sum()
+    worst = (difference.sum(1) / batch.mask.sum(1)).max()
+    row(shape, rank, f"{seconds:.2f}", gigabytes("allocated"), gigabytes("reserved"),
+        f"{mean:.4f}", f"{worst:.4f}", sums["kl"])  # fmt: skip
+    assert sums["kl"] == 0, "policy and reference must agree to the bit"
+    common.check_sampling(batch)
+
+
+def check_float32(optimizer):
+    """Updates of 1e-6 must add up in the optimizer's weights."""
+    master = optimizer.masters[0]
+    assert master.dtype == torch.float32
+    before = master.flatten()[:4].clone()
+    for _ in range(10):
+        master += 1e-6
+    assert torch.allclose(master.flatten()[:4], before + 1e-5, atol=1e-7)
+    master -= 1e-5
+
+
+# --- helper ---
+def helper(setting, part):
     """token_logps_and_entropies beside log_softmax over model(...).logits, forward and backward."""
-    ids = torch.randint(0, 256, (rows, 32 + length), device=model.device)
+    model, _ = make_model(setting.small, setting)
+    length = setting.tokens
+    ids = torch.randint(0, 256, (setting.samples, 32 + length), device=model.device)
     mask = torch.ones_like(ids)
 
     def naive():
-        logq = model(ids, attention_mask=mask, logits_to_keep=length + 1).logits[:, :-1].float().log_softmax(-1)
+        logits = model(ids, attention_mask=mask, logits_to_keep=length + 1).logits[:, :-1]
+        logq = logits.float().log_softmax(-1)
         entropies = -(logq.detach().exp() * logq.detach()).sum(-1)
         return logq.gather(-1, ids[:, -length:, None]).squeeze(-1), entropies
 
     def ours():
         return common.token_logps_and_entropies(model, ids, mask, length)
 
-    print("\n| helper | seconds, forward + backward | peak GiB | largest difference in log-probs |\n|---|---|---|---|")
-    reference = None
-    for name, way in (("naive", naive), ("ours", ours)):
-        for round in range(2):  # the first warms up
+    table("way", "seconds", "allocated GB", "largest difference in log-probs")
+    expected = None
+    for way in naive, ours:
+        for _ in range(2):  # the first warms up
             reset_peak()
             (logps, _), forward = timed(way)
-            _, backward = timed(lambda out=logps: out.sum().backward())
+            _, backward = timed(logps.sum().backward)
             model.zero_grad(set_to_none=True)
-        reference = logps.detach() if reference is None else reference
-        difference = (logps.detach() - reference).abs().max().item()
-        print(f"| {name} | {forward + backward:.2f} | {peak():.1f} | {difference:.1e} |")
-        del logps
+        logps = logps.detach()
+        expected = logps if expected is None else expected
+        difference = f"{(logps - expected).abs().max():.1e}"
+        row(way.__name__, f"{forward + backward:.3f}", gigabytes("allocated"), difference)
+    z = torch.randn(64, setting.vocab, device=model.device)
+    expected = z.softmax(-1)
+    assert torch.equal(torch.softmax(z, -1, out=z), expected), "softmax in place is not softmax"
 
 
-def run_scripts(folder, tokens, out, sizes):
-    columns = ("script", "rollout s/step", "update s/step", "tokens/step", "peak GiB", "max abs(ratio - 1)", "KL")
-    print("\n|" + "|".join(columns) + "|\n" + "|---" * len(columns) + "|")
-    for name in SCRIPTS:
-        script = importlib.import_module(name)
-        script.save_checkpoint = lambda *arguments: None  # 45 GB a checkpoint at 3B: not what is measured here
-        ratios, policy_loss = [], script.policy_loss
-
-        def watch(logps, old_logps, ref_logps, advantages, weights, args, policy_loss=policy_loss, ratios=ratios):
-            ratios.append((torch.exp(logps - old_logps)[weights != 0] - 1).abs().max().item())
-            return policy_loss(logps, old_logps, ref_logps, advantages, weights, args)
-
-        script.policy_loss = watch
-        reset_peak()
-        flags = ["--model", folder, "--dataset", str(ROOT / "tests" / "tiny"), "--output_dir", f"{out}/{name}",
-                 "--steps", "3", "--max_new_tokens", str(tokens), "--eval_problems", "8", "--eval_samples", "1",
-                 "--warmup_steps", "0", "--beta", "0.04", *sizes]  # fmt: skip
-        script.main(script.parse_args(flags))
-        lines = [json.loads(line) for line in open(f"{out}/{name}/metrics.jsonl")]
-        steps = [line for line in lines if "reward" in line]
-        rollout, update, count = (sum(step[key] for step in steps[1:]) / 2  # the first step warms up
-                                  for key in ("seconds_rollout", "seconds_update", "tokens"))
-        print(f"| {name} | {rollout:.1f} | {update:.1f} | {count:.0f} | {peak():.1f} | {ratios[0]:.1e} "
-              f"| {steps[0]['kl']:.1e} |")
+# --- scripts ---
+def scripts(setting, part):
+    table(
+        "shape", "script", "rollout s", "update s", "tokens", "allocated GB", "reserved GB",
+        "sampling_logp_diff", "kl")  # fmt: skip
+    runs = [(setting.small, name) for name in SCRIPTS] + [(setting.large, "grpo")]
+    common.write_checkpoint = lambda *given: None  # 43 GB at 3B: not what is measured here
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (shape, name) in enumerate(runs):
+            model = f"{folder}/{shape}"
+            if not Path(model).exists():
+                save_model(shape, model, setting)
+            run_script(setting, model, name, f"{folder}/run-{number}", shape)
 
 
-def check_masters(model):
-    """Updates of 1e-6 on bf16 weights must add up in the masters."""
-    masters = common.float32_masters(model)
-    assert all(master.dtype == torch.float32 for master in masters)
-    weight, before = masters[0], masters[0].flatten()[:4].clone()
-    for _ in range(10):
-        weight += 1e-6
-    assert torch.allclose(weight.flatten()[:4], before + 1e-5, atol=1e-7)
-    print("\nfloat32 masters: ten updates of 1e-6 add up")
+def run_script(setting, model, name, out, shape):
+    script = importlib.import_module(name)
+    script.evaluate = lambda *given: {}
+    reset_peak()
+    flags = [
+        "--model", model, "--dataset", TINY, "--output_dir", out, "--device", setting.device,
+        "--steps", "3", "--max_new_tokens", str(setting.tokens // 2), "--warmup_steps", "0",
+        "--prompts_per_step", str(setting.prompts), "--group_size", str(setting.samples),
+        "--beta", "0.04"]  # fmt: skip
+    script.main(common.parse_args(script.Args, script.TINY, flags))
+    steps = [json.loads(line) for line in open(f"{out}/metrics.jsonl")]
+    cells = []
+    for key in "seconds_rollout", "seconds_update", "tokens":
+        cells.append(f"{sum(step[key] for step in steps[1:]) / 2:.2f}")  # the first warms up
+    cells += [gigabytes("allocated"), gigabytes("reserved")]
+    row(shape, name, *cells, f"{steps[0]['sampling_logp_diff']:.4f}", steps[0]["kl"])
+
+
+# --- processes ---
+def processes(setting, part):
+    """Steps of one and of two processes; with fewer than two GPUs there is nothing to see."""
+    if setting.device == "cuda" and torch.cuda.device_count() < 2:
+        print("there are fewer than two GPUs")
+        return
+    table("processes", "seconds per step", "tokens")
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(setting.small, f"{folder}/model", setting)
+        for count in 1, 2:
+            out = f"{folder}/{count}"
+            command = [
+                sys.executable, "-m", "torch.distributed.run", "--standalone",
+                "--nproc-per-node", str(count), str(ROOT / "grpo.py"),
+                "--model", f"{folder}/model", "--dataset", f"{TINY}/train.jsonl",
+                "--output_dir", out, "--device", setting.device, "--steps", "3",
+                "--max_new_tokens", str(setting.tokens), "--save_every", "100",
+                "--prompts_per_step", str(setting.prompts)]  # fmt: skip
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(done.stderr[-2000:])
+            steps = [json.loads(line) for line in open(f"{out}/metrics.jsonl")][1:]
+            seconds = [step["seconds_rollout"] + step["seconds_update"] for step in steps]
+            row(count, f"{sum(seconds) / 2:.2f}", sum(step["tokens"] for step in steps) // 2)
+
+
+COMMANDS = {f.__name__: f for f in (rollout, update, helper, scripts, processes)}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--smoke", action="store_true", help="on CPU, with a toy shape")
-    smoke = parser.parse_args().smoke
-    if not smoke and not torch.cuda.is_available():
-        sys.exit("no CUDA device: --smoke tries the check itself on the CPU")
-    device = "cpu" if smoke else "cuda"
-    common.DTYPES["cpu"] = torch.bfloat16
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if not smoke else 'CPU'}")
-    for shape in ("toy",) if smoke else ("0.5B", "3B"):
-        tokens = 16 if smoke else 256
-        sizes = ["--prompts_per_step", "2", "--group_size", "2"] if smoke else []
-        with tempfile.TemporaryDirectory() as folder:
-            started = time.perf_counter()
-            make_model(shape, folder, 1024 if smoke else 151_936)
-            print(f"\n## {shape}")
-            model, tokenizer = common.load_model(folder, device)
-            compare_rollouts(model, tokenizer, tokens)
-            compare_helper(model, 2 if smoke else 8, tokens)
-            check_masters(model)
-            del model
-            run_scripts(folder, tokens, f"{folder}/runs", sizes)
-            print(f"\n{shape}: {time.perf_counter() - started:.0f} s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("--smoke", action="store_true", help="on the CPU, with a toy shape")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if not given.smoke and not torch.cuda.is_available():
+        sys.exit("there is no CUDA device: --smoke tries the check itself on the CPU")
+    if given.smoke:
+        common.DTYPES["cpu"] = torch.bfloat16
+    started = time.perf_counter()
+    setting = Setting(given.smoke)
+    if not given.part:
+        name = "CPU" if given.smoke else torch.cuda.get_device_name()
+        print(f"{given.command}: torch {torch.__version__}, {name}")
+    COMMANDS[given.command](setting, given.part)
+    if not given.part:
+        print(f"\n{time.perf_counter() - started:.0f} s")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Write one-step sums in words for a small real model: train.jsonl and test.jsonl, as in docs/runs/smollm.
+"""Write one-step sums in words for a small real model: train.jsonl and test.jsonl.
 
-    python tests/make_words.py runs/words
+    python tests/tools/make_words.py runs/words
 
-Each problem follows two worked examples, which show a small model the form of an answer. The pairs of numbers in the
-test problems are in no training problem. Seeded: the same files each time.
+The runs in docs/runs/smollm used them. Each problem follows two worked examples, which show a small
+model the form of an answer. The pairs of numbers in the test problems are in no training problem.
+Seeded: the same files each time.
 """
 
 import json
@@ -12,10 +13,14 @@ import sys
 from pathlib import Path
 
 EXAMPLES = (
-    "Sam had 4 cups and got 3 more. How many cups are there now?\nAnswer: 4 + 3 = 7, \\boxed{7}\n\n"
-    "Question: Eve had 9 cards and lost 2. How many cards are there now?\nAnswer: 9 - 2 = 7, \\boxed{7}\n\nQuestion: "
+    "Sam had 4 cups and got 3 more. How many cups are there now?\n"
+    "Answer: 4 + 3 = 7, \\boxed{7}\n\n"
+    "Question: Eve had 9 cards and lost 2. How many cards are there now?\n"
+    "Answer: 9 - 2 = 7, \\boxed{7}\n\n"
+    "Question: "
 )
-NAMES, THINGS = "Tom Ana Lee Mia Kim Max Ivy Ned".split(), "apples books pens coins toys hats eggs keys".split()
+NAMES = "Tom Ana Lee Mia Kim Max Ivy Ned".split()
+THINGS = "apples books pens coins toys hats eggs keys".split()
 
 
 def main(folder):
@@ -28,8 +33,9 @@ def main(folder):
         for a, b in some:
             for name in NAMES:
                 thing = rng.choice(THINGS)
-                rows.append((f"{name} had {a} {thing} and got {b} more. How many {thing} are there now?", a + b))
-                rows.append((f"{name} had {a + b} {thing} and lost {b}. How many {thing} are there now?", a))
+                ask = f"How many {thing} are there now?"
+                rows.append((f"{name} had {a} {thing} and got {b} more. {ask}", a + b))
+                rows.append((f"{name} had {a + b} {thing} and lost {b}. {ask}", a))
         rng.shuffle(rows)
         with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
             for question, answer in rows[:count]:

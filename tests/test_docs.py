@@ -1,0 +1,107 @@
+"""The pages of docs/ say what the files say: diffs, flags, metrics, links, counted bytes.
+
+`python tests/test_docs.py` writes the generated parts anew: what stands between `<!-- NAME -->` and
+`<!-- /NAME -->`.
+"""
+
+import dataclasses
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SCRIPTS, read_jsonl, run
+from tools import count_memory
+
+DOCS = ROOT / "docs"
+PAGES = ["algorithms.md", "metrics.md", "performance.md"]
+FOREIGN = set(  # flags of torchrun and of analysis.py
+    "nproc-per-node nnodes node-rank rdzv-backend rdzv-endpoint out runs".split())
+
+
+def code(path):
+    """A script without its docstring."""
+    return path.read_text(encoding="utf-8").split('"""\n', 1)[1]
+
+
+def changes(name):
+    """What `diff` finds between grpo.py and a script, without their docstrings."""
+    with tempfile.TemporaryDirectory() as folder:
+        for script in ("grpo", name):
+            Path(folder, script).write_text(code(ROOT / f"{script}.py"), encoding="utf-8")
+        command = ["diff", "-U0", "grpo", name]
+        lines = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
+    hunks = [hunk.splitlines()[1:] for hunk in re.split("^@@", lines, flags=re.M)[1:]]
+    return "```diff\n" + "\n...\n".join("\n".join(hunk) for hunk in hunks) + "\n```"
+
+
+def generated(page):
+    """{name: text} of the parts of a page that are made from the files."""
+    if page == "algorithms.md":
+        return {f"{name} diff": changes(name) for name in SCRIPTS if name != "grpo"}
+    if page == "performance.md":
+        return count_memory.tables()
+    return {}
+
+
+def part(name):
+    return re.compile(f"(<!-- {name} -->\n)(.*?)(<!-- /{name} -->)", re.S)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_generated_parts_are_current(page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for name, expected in generated(page).items():
+        shown = part(name).search(text)
+        assert shown, f"docs/{page} has no part named {name}"
+        assert shown[2] == expected + "\n", f"{name} is stale: run python tests/test_docs.py"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for path in set(re.findall(r"\]\((?!http|#)([^)#]+)", text)):
+        assert (DOCS / path).exists(), path
+    headings = {anchor(line) for line in re.findall("^#+ (.*)", text, re.M)}
+    for name in re.findall(r"\]\(#([^)]+)\)", text):
+        assert name in headings, name
+
+
+def anchor(heading):
+    """The name that GitHub gives to a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_exist(page):
+    known = set(FOREIGN)
+    for script in SCRIPTS.values():
+        for field in dataclasses.fields(script.Args):
+            known |= {field.name, f"no_{field.name}"}
+    text = (DOCS / page).read_text(encoding="utf-8")
+    unknown = set(re.findall(r"--(\w[\w-]*)", text)) - known
+    assert not unknown
+
+
+def test_every_metric_is_explained(data, tmp_path):
+    folder = tmp_path / "run"
+    run(data, folder, "--steps", 1)
+    keys = {key for line in read_jsonl(folder / "metrics.jsonl") for key in line}
+    text = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    explained = set(re.findall(r"^\| `([^`]+)` \|", text, re.M))
+    assert {re.sub(r"@\d+", "@k", key) for key in keys} - explained == set()
+
+
+def write():
+    """Put the generated parts into the pages."""
+    for page in PAGES:
+        path = DOCS / page
+        text = path.read_text(encoding="utf-8")
+        for name, new in generated(page).items():
+            text = part(name).sub(lambda found: found[1] + new + "\n" + found[3], text)
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
