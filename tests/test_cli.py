@@ -372,7 +372,7 @@ def test_the_default_run_learns_and_saves_a_model(tmp_path, capsys):
     assert text.startswith("3+8+4=3+8=11;11+4=15;\\boxed{15}")
     out = capsys.readouterr().out
     assert "step 1, reward" in out and "step 0: eval_accuracy" in out
-    assert f"{tmp_path}: metrics.jsonl" in out.splitlines()[-1]
+    assert out.splitlines()[-1].startswith(f"{tmp_path}: ") and "--resume" in out.splitlines()[-1]
 
 
 # --- evaluation ---

@@ -148,7 +148,7 @@ def test_34_a_deleted_log_begins_anew(copied, data):
 
 def harness(mode, work, data):
     flags = [*conftest.SMALL, *FLAGS, "--dataset", data, *"--eval_every 2 --steps 4".split()]
-    flags += "--eval_problems 2 --prompts_per_step 2".split()
+    flags += "--eval_problems 1 --eval_samples 1".split()
     script = ROOT / "tests/tools/kill_harness.py"
     result = subprocess.run(
         [sys.executable, str(script), mode, " ".join(flags), str(work)],
@@ -161,6 +161,7 @@ def test_36_killed_at_twenty_moments_nothing_saved_is_lost(data, tmp_path):
     """Fault: a kill, above all one inside a save, loses a saved checkpoint or changes the run."""
     runs, kills, kills_in_save = json.loads(harness("kills", tmp_path, data).splitlines()[-1])
     assert kills == 20 and kills_in_save >= 8 and runs >= 2
+    assert any(line["grad_norm"] > 0 for line in training_lines(tmp_path / "counted"))
     for number in range(runs):
         assert_same_run(tmp_path / "counted", tmp_path / f"run-{number}", 4)
 
@@ -596,10 +597,14 @@ def test_59_another_evaluation_has_another_name(two_steps, copied, data, tmp_pat
     for path, text in contents(two_steps).items():
         if path.name != "metrics.jsonl":
             assert after[copied / path.relative_to(two_steps)] == text
-    run(data, copied, "--steps", 3, "--resume")  # and the run continues with its own
+    # Training continues with another evaluation, and then with its own again.
+    run(data, copied, "--steps", 3, "--resume", "--eval_samples", 4)
+    assert metrics(copied)[-1]["eval_dataset"] == "samples-4"
+    assert (copied / "eval-3-samples-4.jsonl").exists() and not (copied / "eval-3.jsonl").exists()
+    run(data, copied, "--steps", 4, "--resume")
     own = [line["step"] for line in evaluation_lines(copied) if "eval_dataset" not in line]
-    assert own == [0, 2, 3] and (copied / "eval-3.jsonl").exists()
-    assert len(metrics(copied)) == len(before) + len(OTHERS) + 2
+    assert own == [0, 2, 4] and (copied / "eval-4.jsonl").exists()
+    assert len(metrics(copied)) == len(before) + len(OTHERS) + 4
 
 
 def test_59_an_evaluation_deletes_no_line(copied, data):
