@@ -169,10 +169,11 @@ def test_evaluations_of_another_set_are_never_mixed_with_the_runs_own(tmp_path):
 
 
 # --- what is drawn ---
-def test_a_curve_is_the_mean_over_seeds_and_the_band_one_standard_deviation(tmp_path):
+def test_a_curve_is_the_mean_over_seeds_and_the_band_one_standard_deviation(tmp_path, monkeypatch):
+    monkeypatch.setattr(analysis, "SMOOTH", 2)
     accuracies = [(0.4, 0.5, 0.8), (0.2, 0.7, 0.9), (0.3, 0.3, 0.4)]
     folders = [make_run(tmp_path / f"{i}", seed=i, accuracies=a) for i, a in enumerate(accuracies)]
-    (table, *_), figure = run("curves", *folders, "--keys", "eval_accuracy,reward", "--smooth", 2)
+    (table, *_), figure = run("curves", *folders, "--keys", "eval_accuracy,reward")
     (line, band), (rewards, _) = drawn(figure)
     mean = np.mean(accuracies, 0)
     deviation = np.std(accuracies, 0, ddof=1)
@@ -186,7 +187,8 @@ def test_a_curve_is_the_mean_over_seeds_and_the_band_one_standard_deviation(tmp_
     assert numbers == pytest.approx([0.3, 0.1, 0.7, deviation[-1], 12.0, 0.3, 0.2])
 
 
-def test_any_logged_number_can_be_drawn(tmp_path):
+def test_any_logged_number_can_be_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(analysis, "SMOOTH", 1)
     folder = make_run(tmp_path / "a")
     lines = [json.loads(text) for text in Path(folder, "metrics.jsonl").read_text().splitlines()]
     for line in lines:
@@ -195,7 +197,7 @@ def test_any_logged_number_can_be_drawn(tmp_path):
         else:
             line["eval_tools"] = 7.0 + line["step"]
     Path(folder, "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (table, *_), figure = run("curves", folder, "--keys", "my_metric, eval_tools", "--smooth", 1)
+    (table, *_), figure = run("curves", folder, "--keys", "my_metric, eval_tools")
     (mine,), (tools,) = drawn(figure)
     assert mine == [[1, 10], [2, 20]] and tools == [[0, 7], [2, 9]]
     assert table[1][-2:] == ["mean my_metric", "mean eval_tools"]
@@ -269,7 +271,6 @@ def test_lengths_of_right_and_wrong_responses_by_hand(tmp_path):
     (right, _), (wrong, _), (long, _) = drawn(figure)
     assert right == [[0, 10], [2, 13.5]] and wrong == [[0, 12], [2, 22.5]]
     assert long == [[0, 0.5], [2, 0.75]]
-    assert "Long: over 25 tokens" in run("lengths", *folders, "--long", 25)[0][0][0]
     packed = tmp_path / "packed.jsonl"
     pack_runs.main([str(packed), *folders])
     (again,), figure_again = run("lengths", packed)
@@ -303,10 +304,10 @@ def test_map_by_hand(tmp_path):
     gap = pytest.approx(0.1)
     share = pytest.approx(0.3)
     assert table[2] == [
-        ["base 3.0 %, G = 2", "grpo", 2, pytest.approx(0.3), 3.0, 0.0, gap, share],
-        ["base 3.0 %, G = 2", "sign_grpo", 1, 0.0, None, 1.0, gap, share],
-        ["base 3.0 %, G = 16", "grpo", 1, 0.5, 2.0, 0.0, gap, share],
-        ["base 40.0 %, G = 2", "grpo", 1, 0.7, 0.0, 0.0, gap, share],
+        ["weak (3.0 %), G = 2", "grpo", 2, pytest.approx(0.3), 3.0, 0.0, gap, share],
+        ["weak (3.0 %), G = 2", "sign_grpo", 1, 0.0, None, 1.0, gap, share],
+        ["weak (3.0 %), G = 16", "grpo", 1, 0.5, 2.0, 0.0, gap, share],
+        ["strong (40.0 %), G = 2", "grpo", 1, 0.7, 0.0, 0.0, gap, share],
     ]
     assert [axis.get_title() for axis in figure.axes] == list(analysis.MAP_PANELS.values())
     cells = [text.get_text() for text in figure.axes[0].texts]
@@ -325,10 +326,10 @@ def test_map_keeps_equal_bases_and_other_settings_apart(tmp_path, capsys):
     Path(late, "metrics.jsonl").write_text("\n".join(lines[1:]))
     (table,), _ = run("map", *folders, late)
     assert [row[:3] for row in table[2]] == [
-        ["base 40.0 % one, None, G = 8", "grpo", 1],
-        ["base 40.0 % two, None, G = 8", "grpo", 1],
-        ["base 40.0 % two, None, G = 8", "grpo lr=0.001", 1],
-        ["base 40.0 % two, None, G = 8", "grpo lr=0.0001", 1],
+        ["one (40.0 %), G = 8", "grpo", 1],
+        ["two (40.0 %), G = 8", "grpo", 1],
+        ["two (40.0 %), G = 8", "grpo lr=0.001", 1],
+        ["two (40.0 %), G = 8", "grpo lr=0.0001", 1],
     ]
     assert f"{late} was not evaluated at step 0 and later, skipped" in capsys.readouterr().err
 
@@ -380,9 +381,9 @@ def test_the_logs_in_docs_can_be_drawn(path):
     [
         ("curves nowhere", "nowhere does not exist"),
         ("curves nowhere.jsonl", "cannot read nowhere.jsonl"),
-        ("curves {tmp}/broken.jsonl", "broken.jsonl: line 2 is not one of packed runs"),
-        ("curves {tmp}/broken", "cannot read the run in .*broken"),
-        ("curves {tmp}/other", "other/config.json does not name its script"),
+        ("curves {tmp}/broken.jsonl", "broken.jsonl: line 2 belongs to none of the packed runs"),
+        ("curves {tmp}/broken", "cannot read .*broken/metrics.jsonl"),
+        ("curves {tmp}/other", "other does not name its script"),
         ("curves {tmp}/good --only nothing*", "check --only"),
         ("curves {tmp}/good --keys my_metric", "--keys: no run has logged a number 'my_metric'"),
         ("lengths {tmp}/lengths", "cannot read rewards and lengths in .*eval-0.jsonl"),
@@ -405,7 +406,7 @@ def test_bad_input_is_named(command, message, tmp_path):
 def test_a_picture_that_cannot_be_written_is_named(tmp_path):
     folder = make_run(tmp_path / "a")
     for output in (tmp_path / "picture.unknown", "/proc/nowhere/picture.png"):
-        with pytest.raises(BadInput, match="cannot write the picture --output"):
+        with pytest.raises(BadInput, match="cannot write --output"):
             analysis.main(["curves", folder, "--output", str(output)])
 
 

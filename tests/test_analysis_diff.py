@@ -7,11 +7,10 @@ from html.parser import HTMLParser
 import pytest
 
 import analysis
-import side_by_side
 from common import BadInput
 from conftest import ROOT
 
-SCRIPTS = [ROOT / name for name in side_by_side.SCRIPTS]
+SCRIPTS = [ROOT / name for name in analysis.SCRIPTS]
 MINE = '''"""My own: <b>GRPO</b> with a longer memory.
 
     advantage   A_i = r_i & nothing else
@@ -78,22 +77,22 @@ class Balance(HTMLParser):
 def test_the_page_in_docs_is_current():
     """If this fails: python analysis.py diff."""
     page = (ROOT / "docs/side_by_side.html").read_text(encoding="utf-8")
-    assert page == side_by_side.make_page(SCRIPTS)
+    assert page == analysis.make_page(SCRIPTS)
 
 
 def test_the_page_needs_nothing_from_elsewhere():
-    page = side_by_side.make_page(SCRIPTS)
+    page = analysis.make_page(SCRIPTS)
     balance = Balance()
     balance.feed(page)
     assert balance.open == [] and balance.addresses == []
     style = page.split("<style>")[1].split("</style>")[0]
     assert "url(" not in style and "@import" not in style and "http" not in style
     assert "<script" not in page
-    assert "prefers-color-scheme: dark" in style and "max-width: 900px" in style
+    assert "color-scheme: light dark" in style and "max-width: 900px" in style
 
 
 def test_every_line_of_both_scripts_is_shown_once_with_its_number():
-    page = side_by_side.make_page(SCRIPTS)
+    page = analysis.make_page(SCRIPTS)
     for number, other in enumerate(SCRIPTS[1:]):
         shown = columns(page, number)
         for side, path in ("left", SCRIPTS[0]), ("right", other):
@@ -104,7 +103,7 @@ def test_every_line_of_both_scripts_is_shown_once_with_its_number():
 
 
 def test_the_algorithm_comes_first_and_the_formulas_above_it():
-    page = side_by_side.make_page(SCRIPTS)
+    page = analysis.make_page(SCRIPTS)
     for number, other in enumerate(SCRIPTS[1:]):
         shown = columns(page, number)
         for side in "left", "right":
@@ -114,14 +113,14 @@ def test_the_algorithm_comes_first_and_the_formulas_above_it():
         pair = page.split(f'id="pair-{number}"')[1]
         heads = unescape(pair).split('<div class="about">')[1:3]
         for path, head in zip((SCRIPTS[0], other), heads):
-            formula = side_by_side.read_script(path).formula()
+            formula = analysis.Script(path).formula()
             assert len(formula) >= 2 and all(f"<code>{line}</code>" in head for line in formula)
             assert head.startswith(f"<h3>{path.name}</h3>")
             assert head.index(formula[-1]) < head.index("# --- algorithm ---")
 
 
 def test_the_menu_chooses_among_all_others():
-    page = side_by_side.make_page(SCRIPTS)
+    page = analysis.make_page(SCRIPTS)
     menu = page.split("<fieldset>")[1].split("</fieldset>")[0]
     counts = re.findall(r'id="choose-(\d)".*?> (\w+\.py) <small>(\d+) lines differ', menu)
     assert [(i, name) for i, name, _ in counts] == [
@@ -134,7 +133,7 @@ def test_the_menu_chooses_among_all_others():
 
 
 def test_what_is_equal_is_folded_and_what_differs_is_not():
-    page = side_by_side.make_page(SCRIPTS)
+    page = analysis.make_page(SCRIPTS)
     pair = page.split('id="pair-0"')[1].split("</section>")[0]
     folded = re.findall(r"<details>(.*?)</details>", pair, re.DOTALL)
     assert folded and all('"line both"' in part and "<mark>" not in part for part in folded)
@@ -151,7 +150,7 @@ def test_what_is_equal_is_folded_and_what_differs_is_not():
 def test_the_words_that_differ_are_marked(tmp_path):
     a = write(tmp_path / "a.py", "# --- algorithm ---\nx = centred / (std + 1e-4)  # (P, G)\n")
     b = write(tmp_path / "b.py", "# --- algorithm ---\nx = centred  # (P, G)\nnew = 1 < 2\n")
-    page = side_by_side.make_page([a, b])
+    page = analysis.make_page([a, b])
     marked = "<i>2</i><code>x = centred <mark>/ (std + 1e-4)</mark>  # (P, G)</code>"
     assert f'<div class="line old">{marked}</div>' in page
     assert '<div class="line new"><i>2</i><code>x = centred  # (P, G)</code></div>' in page
@@ -180,7 +179,7 @@ def test_equal_scripts_and_scripts_without_marks_give_a_page_too(tmp_path):
     b = write(tmp_path / "b.py", "")
     copy = write(tmp_path / "copy.py", SCRIPTS[0].read_text(encoding="utf-8"))
     for paths, lines in ([a, b], 1), ([b, a], 1), ([SCRIPTS[0], copy], 0), ([a, a], 0):
-        page = side_by_side.make_page(paths)
+        page = analysis.make_page(paths)
         Balance().feed(page)
         assert f"{lines} lines differ" in page
     assert columns(page, 0) == {"left": [(1, "x = 1")], "right": [(1, "x = 1")]}
@@ -191,7 +190,7 @@ def test_equal_scripts_and_scripts_without_marks_give_a_page_too(tmp_path):
     [
         (["{root}/grpo.py"], "two scripts or more"),
         (["{root}/grpo.py", "nowhere.py"], "cannot read the script nowhere.py"),
-        (["{root}/grpo.py", "{tmp}/broken.py"], "broken.py is not a Python script"),
+        (["{root}/grpo.py", "{tmp}/broken.py"], "cannot read the script .*broken.py"),
         (["{root}/grpo.py", "{tmp}/binary.py"], "cannot read the script .*binary.py"),
     ],
 )
@@ -204,5 +203,5 @@ def test_bad_scripts_are_named(names, message, tmp_path):
 
 
 def test_a_page_that_cannot_be_written_is_named():
-    with pytest.raises(BadInput, match="cannot write the page --output /proc/nowhere/page.html"):
-        side_by_side.write_page([], "/proc/nowhere/page.html")
+    with pytest.raises(BadInput, match="cannot write --output /proc/nowhere/page.html"):
+        analysis.main(["diff", "--output", "/proc/nowhere/page.html"])

@@ -1,4 +1,4 @@
-"""probes.py: its estimators against brute force and known answers, its commands end to end."""
+"""analysis.py on a model: estimators against brute force and known answers, commands end to end."""
 
 import itertools
 import json
@@ -13,7 +13,6 @@ import torch
 import analysis
 import ep_grpo
 import grpo
-import probes
 from common import BadInput, load_model
 from conftest import parse
 
@@ -30,7 +29,7 @@ def drawn():
     args = parse("--temperature", 2.0, "--steps", 0)
     model, tokenizer = load_model(args.model, "cpu")
     problems = grpo.load_problems(tokenizer, args)[1][:1]
-    batch = next(probes.draw_groups(model, tokenizer, problems, 6, args))
+    batch = next(analysis.draw_groups(model, tokenizer, problems, 6, args))
     assert len({tuple(ids) for ids in batch.input_ids.tolist()}) == 6
     batch.rewards = torch.tensor([[1.0, 0, 1, 0, 0, 0]])
     return model, args, batch
@@ -47,7 +46,7 @@ def test_zero_variance_share_is_the_mean_over_all_groups_that_could_be_drawn():
         for c in range(n + 1):
             groups = list(itertools.combinations([1] * c + [0] * (n - c), size))
             share = sum(len(set(some)) == 1 for some in groups) / len(groups)
-            assert probes.zero_variance_share(n, c, size) == pytest.approx(share)
+            assert analysis.zero_variance_share(n, c, size) == pytest.approx(share)
 
 
 def test_ranks_of_matrices_with_known_singular_values():
@@ -65,14 +64,14 @@ def test_ranks_of_matrices_with_known_singular_values():
         expected = stable, math.exp(-sum(x * math.log(x) for x in q)), needed
         for turned in (matrix, matrix.T):
             # A Gram matrix squares: a 0 comes back as up to 1e-8 of the largest value.
-            found = probes.effective_ranks(probes.singular_values(turned))
+            found = analysis.effective_ranks(turned @ turned.T)
             assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_fit_exponent_recovers_a_known_one():
     random = np.random.default_rng(0)
     lengths = random.integers(4, 300, 400)
-    k, error = probes.fit_exponent(lengths, 3.0 * lengths**0.7, np.arange(400))
+    k, error = analysis.fit_exponent(lengths, 3.0 * lengths**0.7, np.arange(400))
     assert (k, error) == (pytest.approx(0.7), pytest.approx(0, abs=1e-9))
     # The error is the scatter of the fits, also where ten responses share their noise.
     for clusters in np.arange(400), np.arange(400) // 10:
@@ -80,7 +79,7 @@ def test_fit_exponent_recovers_a_known_one():
         fits = []
         for _ in range(300):
             noise = random.normal(0, 0.5, 400)[clusters]
-            fits.append(probes.fit_exponent(lengths, lengths**0.3 * np.exp(noise), clusters))
+            fits.append(analysis.fit_exponent(lengths, lengths**0.3 * np.exp(noise), clusters))
         ks, errors = np.array(fits).T
         assert ks.mean() == pytest.approx(0.3, abs=0.02)
         assert np.mean(errors) == pytest.approx(ks.std(), rel=0.25)
@@ -91,21 +90,25 @@ def test_response_gradients_add_up_to_the_gradient_of_the_training_loss(drawn):
     model, args, batch = drawn
     advantages = grpo.compute_advantages(batch, args)
     weights = grpo.compute_weights(batch, args)
-    parameters = probes.trained_weights(model)
     both = advantages * weights
-    rows = [probes.response_gradient(model, batch, i, both, parameters, args) for i in range(6)]
+    rows = [analysis.response_gradient(model, batch, i, both, args) for i in range(6)]
     batch.old_logps, _ = grpo.score(model, batch, args)
     loss = 0.0
     for rows_, columns, logps, _ in grpo.micro_batches(model, batch, args):
         part = (x[rows_, columns] for x in (advantages, weights, batch.mask))
         loss += grpo.policy_loss(logps, batch.old_logps[rows_, columns], None, *part, args)[0]
-    for whole, *parts in zip(torch.autograd.grad(loss, parameters), *rows):
+    for whole, *parts in zip(torch.autograd.grad(loss, analysis.trained_weights(model)), *rows):
         torch.testing.assert_close(-sum(parts), whole, rtol=1e-3, atol=1e-6)
+
+
+def ranks_of(matrix):
+    """The ranks from a singular value decomposition."""
+    return analysis.effective_ranks(torch.linalg.svdvals(matrix).square().diag())
 
 
 def test_group_ranks_are_those_of_the_matrices_written_out(drawn):
     model, args, batch = drawn
-    found = probes.group_ranks(model, batch, [2, 3], args)
+    found = analysis.group_ranks(model, batch, [2, 3], args)
     assert [x is None for x in found[2]] == [False, False, True]  # rewards 1 0 | 1 0 | 0 0
     assert [x is None for x in found[3]] == [False, True]  # 1 0 1 | 0 0 0
     for rows, ranks in (slice(0, 3), found[3][0]), (slice(2, 4), found[2][1]):
@@ -113,16 +116,15 @@ def test_group_ranks_are_those_of_the_matrices_written_out(drawn):
             rewards=batch.rewards[:, rows], mask=batch.mask[rows], input_ids=batch.input_ids[rows],
             attention_mask=batch.attention_mask[rows])  # fmt: skip
         both = grpo.compute_advantages(part, args) * grpo.compute_weights(part, args)
-        weights = probes.trained_weights(model)
         gradients = [
-            probes.response_gradient(model, part, i, both, weights, args)
+            analysis.response_gradient(model, part, i, both, args)
             for i in range(len(part.mask))
         ]
         matrix = torch.stack([torch.cat([g.flatten() for g in row]) for row in gradients])
         summed = [sum(parts) for parts in zip(*gradients)]
         matrices = [g.double() for g in summed if g.dim() == 2]
-        by_weight = [probes.effective_ranks(torch.linalg.svdvals(g)) for g in matrices]
-        expected = [*probes.effective_ranks(torch.linalg.svdvals(matrix.double()))]
+        by_weight = [ranks_of(g) for g in matrices]
+        expected = [*ranks_of(matrix.double())]
         assert ranks == pytest.approx(expected + list(np.mean(by_weight, 0)), rel=1e-3)
 
 
@@ -135,7 +137,7 @@ def test_gate_bucket_and_log_ratio_put_together_are_ep_grpos_advantage(drawn):
     batch.ref_logps = batch.old_logps + 0.3 * noise
     for rewards in ([1.0, 0, 1, 0, 0, 0], [1.0] * 6, [0.0] * 6):
         batch.rewards = torch.tensor([rewards])
-        seen = probes.what_ep_grpo_sees(batch, args)
+        seen = analysis.what_ep_grpo_sees(batch, args)
         z = torch.zeros(batch.mask.shape)
         for bucket in range(4):
             cell = batch.mask & (seen["bucket"] == bucket)
@@ -154,14 +156,14 @@ def test_a_run_stands_for_its_latest_checkpoint_and_brings_its_flags(tmp_path):
     config = {"script": "grpo", "dataset": "somewhere", "max_new_tokens": 7}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadInput, match="no checkpoint"):
-        probes.find_model(str(tmp_path))
+        analysis.find_model(str(tmp_path))
     for step in (5, 20):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    assert probes.find_model(str(tmp_path)) == (str(tmp_path / "checkpoint-20"), config)
+    assert analysis.find_model(str(tmp_path)) == (str(tmp_path / "checkpoint-20"), config)
     five = str(tmp_path / "checkpoint-5")
-    assert probes.find_model(five) == (five, config)
+    assert analysis.find_model(five) == (five, config)
     tiny = grpo.TINY_DIR  # a model's folder has a config.json too
-    assert probes.find_model(None) == probes.find_model(tiny) == (tiny, {})
+    assert analysis.find_model(None) == analysis.find_model(tiny) == (tiny, {})
 
 
 def test_flags_come_from_the_command_line_then_the_run_then_the_defaults(tmp_path):
@@ -173,7 +175,7 @@ def test_flags_come_from_the_command_line_then_the_run_then_the_defaults(tmp_pat
     flags |= {"steps": 50, "resume": True, "instruction": "", "dataset": "nowhere"}
     (tmp_path / "config.json").write_text(json.dumps(flags))
     argv = ["rank", "--model", str(tmp_path), "--temperature", "0.9", "--problems", "3"]
-    _, _, problems, args = probes.set_up(analysis.parse_options(argv))
+    _, _, problems, args = analysis.set_up(analysis.parse_options(argv))
     assert (args.temperature, args.max_new_tokens, args.eval_dataset) == (0.9, 7, str(data))
     assert [x["question"] for x in problems] == [json.loads(x)["question"] for x in lines[:3]]
 
@@ -184,7 +186,7 @@ def test_flags_come_from_the_command_line_then_the_run_then_the_defaults(tmp_pat
     [
         ("degeneracy --groups 2 4 --samples 8", "i.i.d. prediction"),
         ("rank --groups 2 4 --samples 4", "weights: stable"),
-        ("share --samples 4 --problems 6 --alphas 0 1", "k of the gradient"),
+        ("share --samples 4 --problems 6", "k of the gradient"),
         ("tokens --samples 4", "quantity"),
         ("passk --samples 4 --model tiny tiny/.", "problems never solved"),
     ],
@@ -205,7 +207,7 @@ def test_command(command, columns, tmp_path, capsys):
 def test_degeneracy_and_pass_at_k_by_hand(monkeypatch):
     counts = {None: [8, 4, 0, 2], "base": [0, 1, 4, 8], "trained": [2, 0, 8, 8]}
     monkeypatch.setattr(
-        probes, "count_right", lambda options, name=None, run=None: np.array(counts[name]))
+        analysis, "count_right", lambda options, name=None, run=None: np.array(counts[name]))
     (table,), _ = run("degeneracy", "--samples", 8, "--groups", 2)
     shares = [1, 12 / 28, 1, 16 / 28]
     predicted = (14 / 32) ** 2 + (18 / 32) ** 2
@@ -224,9 +226,9 @@ def test_degeneracy_and_pass_at_k_by_hand(monkeypatch):
 
 def test_the_error_of_the_difference_from_iid_is_the_jackknifes(monkeypatch):
     counts = np.random.default_rng(0).binomial(16, 0.8, 60)
-    monkeypatch.setattr(probes, "count_right", lambda options: counts)
+    monkeypatch.setattr(analysis, "count_right", lambda options: counts)
     (table,), _ = run("degeneracy", "--samples", 16, "--groups", 4)
-    shares = np.array([probes.zero_variance_share(16, int(c), 4) for c in counts])
+    shares = np.array([analysis.zero_variance_share(16, int(c), 4) for c in counts])
     gaps = []
     for i in range(60):  # leave out one problem after the other
         p = np.delete(counts, i).mean() / 16
@@ -235,7 +237,7 @@ def test_the_error_of_the_difference_from_iid_is_the_jackknifes(monkeypatch):
 
 
 def test_a_responses_share_grows_by_the_power_alpha_of_its_length():
-    (table,), _ = run("share", "--samples", 4, "--problems", 6, "--alphas", 0, 0.5, 1)
+    (table,), _ = run("share", "--samples", 4, "--problems", 6)
     alphas, weight, _, gradient, _, short, long = map(np.array, zip(*table[2]))
     assert np.allclose(weight - weight[0], alphas) and np.allclose(gradient - gradient[0], alphas)
     assert weight[0] - gradient[0] > 0.5  # short, surprising guesses have large gradients here
@@ -251,7 +253,6 @@ def test_a_responses_share_grows_by_the_power_alpha_of_its_length():
         ("tokens --problems 0", "--problems at least 1"),
         ("passk --model {tiny}", "two models"),
         ("share --model nowhere/at/all", "cannot load the model nowhere/at/all"),
-        ("tokens --row 9 --samples 2 --problems 1", "rows 0 to 1"),
         ("rank --samples 2 --groups 2 --problems 1 --max_new_tokens 1", "no gradient"),
         ("degeneracy --problems 1 --max_prompt_tokens 1", "no held-out problem"),
         ("share --temperature 0", "--temperature must be at least 0.01"),
