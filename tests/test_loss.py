@@ -114,10 +114,10 @@ def test_6_equal_rewards_give_exact_zeros(script):
 
 
 @every_script
-def test_6_a_group_of_one_is_refused(script):
+def test_6_a_group_of_one_is_refused(script, data, tmp_path):
     """A response alone in its group is its own mean."""
     with pytest.raises(BadInput, match="--group_size must be at least 2, not 1"):
-        script.main(parse("--group_size", 1, script=script))
+        run(data, tmp_path, "--group_size", 1, "--steps", 1, script=script)
 
 
 def test_6_the_std_has_ddof_1():
