@@ -121,7 +121,7 @@ import common, grpo
 common.start_process("cpu")
 model, _ = common.load_model(grpo.TINY_DIR, "cpu")
 optimizer = common.Float32AdamW(model, grpo.Args())
-for weight in optimizer.weights[: 1 if dist.get_rank() else None]:  # one process has fewer gradients
+for weight in optimizer.weights[: 1 if dist.get_rank() else None]:  # one has fewer
     (weight.sum() * (1 + dist.get_rank())).backward()
 norm = optimizer.step(1e-3, skip=dist.get_rank() == 1)  # one would skip, the other not
 elements = sum(master.to_local().numel() for master in optimizer.masters)

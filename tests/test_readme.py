@@ -20,12 +20,12 @@ SUMMARY = {  # advantage per response or token, weight per token, in a few words
     "dr_grpo": ("r − mean", "1 / C / B", "GRPO without its two biases"),
     "sign_grpo": ("2r − 1", "1 / C / B", "learns from groups that are all wrong"),
     "length_alpha": ("r − mean", "L^(α−1) / C^α / B", "from GRPO (α = 0) to Dr. GRPO (α = 1)"),
-    "ep_grpo": ("entropy gate · GRPO's + λ · progress", "1 / L / B", "a different advantage per token"),
+    "ep_grpo": ("entropy gate · GRPO's + λ · progress", "1 / L / B", "its own for each token"),
 }
 
 
 def changes(name):
-    """Hunks of lines, each with its - or +, in which a script differs from grpo.py below the docstring."""
+    """Hunks of lines, each with its - or +, in which a script differs below its docstring."""
     with tempfile.TemporaryDirectory() as folder:
         for script in ("grpo", name):
             code = (ROOT / f"{script}.py").read_text().split('"""\n', 1)[1]

@@ -65,7 +65,8 @@ def make_problems(rng):
         terms = [rng.randrange(10) for _ in range(rng.randint(2, 4))]
         problems[question_of(terms)] = terms
     problems = list(problems.values())
-    # Two-term problems are few and were all met early on: without shuffling, none of them would reach the test set.
+    # Two-term problems are few and were all met early on. Without shuffling, none of them would
+    # reach the test set.
     rng.shuffle(problems)
     return problems[:TRAIN_PROBLEMS], problems[TRAIN_PROBLEMS:]
 
@@ -99,14 +100,17 @@ def demonstration(terms, mix, highest, rng):
 
 
 def make_tokenizer():
-    r"""A byte-level BPE without merges: one token a byte, any text round-trips, and `\boxed{` is one token.
+    r"""A byte-level BPE without merges: one token per byte, and `\boxed{` is one token.
 
-    AutoTokenizer reads a tokenizer saved beside model_type qwen2 as Qwen2's own class, which rebuilds everything from
-    the vocabulary and the merges. So this one is made by that class in the first place: loading it again loses nothing.
+    AutoTokenizer reads a tokenizer saved beside model_type qwen2 as Qwen2's own class, which
+    rebuilds everything from the vocabulary and the merges. So this one is made by that class in the
+    first place: loading it again loses nothing.
     """
     vocab = {character: byte for byte, character in bytes_to_unicode().items()}
     eos, pad = "<|endoftext|>", "<|pad|>"
-    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], unk_token=None, eos_token=None, pad_token=None)
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocab, merges=[], unk_token=None, eos_token=None, pad_token=None
+    )
     # Not special: `skip_special_tokens=True` must leave the answer's box in the text.
     tokenizer.add_tokens([AddedToken("\\boxed{", normalized=False, special=False)])
     tokenizer.add_special_tokens({"eos_token": eos})
@@ -123,12 +127,16 @@ def check_tokenizer(tokenizer, texts):
     for text in [*texts, printable, "  two  spaces,\ttab\r\n\n", "Let's see: naïve √2 ≈ 1.41 🙂"]:
         ids = tokenizer(text)["input_ids"]
         pieces = re.split(r"(\\boxed\{)", text)
-        expected = [i for piece in pieces for i in ([BOXED_ID] if piece == "\\boxed{" else piece.encode())]
+        expected = []
+        for piece in pieces:
+            expected += [BOXED_ID] if piece == "\\boxed{" else piece.encode()
         assert ids == expected, (text, ids, expected)
-        assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == text, text
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id, len(tokenizer)) == (EOS_ID, PAD_ID, 259)
     messages = [{"role": "user", "content": "3+8+4="}]
-    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "3+8+4="
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt == "3+8+4="
 
 
 # --- model ---
@@ -143,7 +151,7 @@ def make_model():
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
-        initializer_range=0.08,  # the usual 0.02 suits wider models: at width 96 it costs a few hundred steps
+        initializer_range=0.08,  # the usual 0.02 suits wider models
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=EOS_ID,
@@ -154,7 +162,9 @@ def make_model():
 
 def pretrain(model, tokenizer, held_out, mix, highest, steps, rng):
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1
+    )
     model.train()
     for step in range(1, steps + 1):
         rows = []
@@ -163,13 +173,15 @@ def pretrain(model, tokenizer, held_out, mix, highest, steps, rng):
             question = question_of(terms)
             if question in held_out:
                 continue
-            prompt, response = tokenizer.encode(question), tokenizer.encode(demonstration(terms, mix, highest, rng))
+            prompt = tokenizer.encode(question)
+            response = tokenizer.encode(demonstration(terms, mix, highest, rng))
             rows.append((prompt + response + [EOS_ID], len(prompt)))
         longest = max(len(ids) for ids, _ in rows)
         input_ids = torch.tensor([ids + [PAD_ID] * (longest - len(ids)) for ids, _ in rows])
-        # Only the response is learned: -100 is cross_entropy's ignore_index. Pads on the right need no attention mask,
-        # since a causal model never looks at them from a real token.
-        labels = torch.tensor([[-100] * n + ids[n:] + [-100] * (longest - len(ids)) for ids, n in rows])
+        # Only the response is learned: -100 is cross_entropy's ignore_index. Pads on the right need
+        # no attention mask, since a causal model never looks at them from a real token.
+        labels = [[-100] * n + ids[n:] + [-100] * (longest - len(ids)) for ids, n in rows]
+        labels = torch.tensor(labels)
         logits = model(input_ids).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         optimizer.zero_grad()
@@ -184,7 +196,7 @@ def pretrain(model, tokenizer, held_out, mix, highest, steps, rng):
 
 def save(out, model, tokenizer, train, test):
     out.mkdir(parents=True, exist_ok=True)
-    # A trap: whoever samples with these settings left on does not sample from the model, and the tests see it.
+    # A trap: whoever samples with these settings does not sample from the model, and a test fails.
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=0.1,
@@ -197,7 +209,8 @@ def save(out, model, tokenizer, train, test):
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     for name, problems in ("train", train), ("test", test):
-        lines = [json.dumps({"question": question_of(terms), "answer": str(sum(terms))}) for terms in problems]
+        rows = [{"question": question_of(terms), "answer": str(sum(terms))} for terms in problems]
+        lines = [json.dumps(row) for row in rows]
         (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -206,10 +219,12 @@ def save(out, model, tokenizer, train, test):
 
 @torch.no_grad()
 def accuracy(folder, samples=4):
-    """Sampled at temperature 1 from the whole softmax, on the test problems: share right, mean and longest response."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    """Sampled at temperature 1 on the test problems: share right, mean and longest response."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     problems = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
-    inputs = tokenizer([p["question"] for p in problems], return_tensors="pt", padding=True, padding_side="left")
+    questions = [problem["question"] for problem in problems]
+    inputs = tokenizer(questions, return_tensors="pt", padding=True, padding_side="left")
     output = model.generate(
         **inputs,
         max_new_tokens=48,
@@ -256,16 +271,21 @@ def main():
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     train, test = make_problems(rng)
-    tokenizer, model = make_tokenizer(), make_model()
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(train)} + {len(test)} problems")
-    pretrain(model, tokenizer, {question_of(terms) for terms in test}, mix, args.guess_up_to, args.steps, rng)
+    tokenizer = make_tokenizer()
+    model = make_model()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{count:,} parameters, {len(train)} + {len(test)} problems")
+    held_out = {question_of(terms) for terms in test}
+    pretrain(model, tokenizer, held_out, mix, args.guess_up_to, args.steps, rng)
     save(out, model, tokenizer, train, test)
 
     questions = [question_of(terms) for terms in train + test]
-    check_tokenizer(AutoTokenizer.from_pretrained(out), questions + [step_by_step(terms) for terms in train + test])
+    answers = [step_by_step(terms) for terms in train + test]
+    check_tokenizer(AutoTokenizer.from_pretrained(out), questions + answers)
     share, mean, longest = accuracy(out)
-    print(f"base accuracy at T = 1: {share:.3f}, response {mean:.1f} tokens on average, {longest} at most")
-    print(f"wrote {out}: {sum(f.stat().st_size for f in out.iterdir()):,} bytes in {time.time() - start:.0f} s")
+    lengths = f"{mean:.1f} tokens per response, {longest} at most"
+    print(f"accuracy of the base at T = 1: {share:.3f}, {lengths}")
+    print(f"wrote {out} in {time.time() - start:.0f} s")
 
 
 if __name__ == "__main__":
