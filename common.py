@@ -1124,7 +1124,7 @@ class Run:
             for key, change in changed.items():
                 say(f"--{key} changed: {change}")
             copy = self.folder / self.script.name
-            if copy.exists() and copy.read_text() != self.script.read_text():
+            if copy.exists() and copy.read_text("utf-8") != self.script.read_text("utf-8"):
                 say(f"{copy.name} was edited: the run's copy of it is replaced")
         other = [f"{key[5:]}-{self.config[key]}" for key in EVALUATION if key in changed]
         if "eval_dataset" in changed:
@@ -1155,7 +1155,7 @@ class Run:
         replace_file(metrics, "".join(kept))
         if self.args.steps > 0 or not self.args.resume:
             replace_file(self.folder / "config.json", json.dumps(self.config, indent=2))
-            replace_file(self.folder / self.script.name, self.script.read_text())
+            replace_file(self.folder / self.script.name, self.script.read_text("utf-8"))
         self.file = open(metrics, "a", buffering=1)
 
     def steps(self):
