@@ -233,13 +233,13 @@ def sample(logits, uniforms, temperature):
     """One token per row from softmax(logits / temperature), and its log-prob: (b,) and (b,).
 
     By inverting the CDF: faster than torch.multinomial on CPU, and a row's token depends on its
-    own uniform number alone. Temperature 0 takes the most likely token.
+    own uniform number alone. Temperature 0 takes the most likely token. The logits are overwritten:
+    new buffers of their size would cost a fifth of a rollout on CPU.
     """
     if temperature == 0:
         return logits.argmax(-1), torch.zeros_like(uniforms)
-    z = logits / temperature  # (b, V)
-    probs = z.softmax(-1)
-    cdf = torch.cumsum(probs, -1, out=z)  # a third buffer would cost a tenth of the time on CPU
+    probs = logits.div_(temperature).softmax(-1)  # (b, V)
+    cdf = torch.cumsum(probs, -1, out=logits)
     target = uniforms[:, None] * (1 - 2**-23) * cdf[:, -1:]  # stays below the last entry
     # right=True takes the first entry above the target: a token of probability 0 is never drawn.
     tokens = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)  # (b, 1)

@@ -5,8 +5,8 @@
 
 Both do the same work: one random model, 8 prompts x 8 responses of exactly 48 tokens (the stop
 token lies outside the vocabulary), one optimizer step, no evaluation, no checkpoint. "small":
-hidden 128, 4 layers, V 64; "big": hidden 256, 6 layers, V 32,768. Seconds: a step's CPU time, the
-median of those after the first; memory is the highest resident size beyond what was there when
+hidden 128, 4 layers, V 64; "big": hidden 256, 6 layers, V 32,768. Seconds are CPU time of a step,
+the median of those after the first; memory is the highest resident size beyond what there was when
 training began, each in a process of its own, in alternating rounds. Linux only.
 
 Ours runs with --micro_batch_tokens 2048 (small) or 512 (big), about 39 or 10 rows at once; TRL with
