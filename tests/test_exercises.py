@@ -24,6 +24,7 @@ import pytest
 import torch
 from conftest import ROOT, both, parse, run, training_lines
 
+import common
 import dr_grpo
 import grpo
 
@@ -374,10 +375,17 @@ def test_dapo_samples_until_p_groups_have_variance(load, data, tmp_path, monkeyp
 
     script = load("dapo")
     batches, places = dapo_run(script, data, tmp_path, monkeypatch, usable, ["--max_tries", 20])
+    tokenizer = common.load_model(grpo.TINY_DIR, "cpu")[1]
     for batch in batches:
         assert batch.rewards.shape == (4, 4)
         assert (batch.rewards.amax(1) > batch.rewards.amin(1)).all()
-        assert len(batch.mask) == len(batch.input_ids) == len(batch.texts) == 16
+        prompts = []
+        for (text, ids, _, _), length in zip(rows_of(batch), batch.mask.sum(1).tolist()):
+            prompts.append(tokenizer.decode(ids[:-length]))
+            assert text == tokenizer.decode(ids[-length:], skip_special_tokens=True)
+        assert len(set(prompts)) == 4
+        assert prompts == sorted(prompts, key=prompts.index)  # four rows each, side by side
+        assert all(usable(re.search(r"\d", prompt)[0]) for prompt in prompts)
     assert 2 < len(places) < 20
     flat = sum(places, [])
     assert len(set(flat)) == len(flat)  # no prompt is drawn twice
