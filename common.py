@@ -306,7 +306,7 @@ def check_sampling(batch):
         both = f"{mean:.2g} on average and {worst:.2g} in the worst response"
         raise BadInput(
             f"sampling and training disagree on log-probs by {both}: this model's cache or padding "
-            "does not work with rollout, or sample does not draw from softmax(logits / temperature)")
+            "does not work with rollout, or sample does not draw from softmax(logits / T)")
 
 
 def check_rewards(rewards):

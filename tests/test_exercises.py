@@ -497,7 +497,7 @@ PROBS = [0.5, 0.1, 0.3, 0.1]
 def test_top_p_samples_from_the_likeliest_tokens(top_p, kept, load):
     """The smallest set of likeliest tokens with at least this probability, at least one of them."""
     uniforms = (torch.arange(1000) + 0.5) / 1000
-    logits = torch.tensor(PROBS).log().expand(1000, 4)
+    logits = torch.tensor(PROBS).log().repeat(1000, 1)
     tokens, logps = load("top_p").sample(logits, uniforms, 1.0, top_p)
     counts = tokens.bincount(minlength=4) / 1000
     torch.testing.assert_close(counts, torch.tensor(kept), rtol=0, atol=2e-3)
