@@ -970,7 +970,7 @@ def measure_rank(options):
     kept = {R: [x for x in ranks if x] for R, ranks in found.items()}
     means = {R: np.mean(ranks, 0) for R, ranks in kept.items() if ranks}
     if not means:
-        raise BadInput("all groups have zero variance, so GRPO has no gradient: other problems?")
+        raise BadInput("all groups have zero variance, so GRPO has no gradient: try others")
 
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True)
     titles = ["responses: R × parameters", "weights: mean over weight matrices"]
@@ -1028,7 +1028,7 @@ def measure_share(options):
             weights = [(w * A.abs())[i].sum().item() for w in W]
             found.append([number, batch.mask[i].sum().item(), norm, *weights])
     if len({length for _, length, *_ in found}) < 3:
-        raise BadInput(f"{len(found)} responses have an advantage, of too few lengths: --problems?")
+        raise BadInput(f"{len(found)} responses have an advantage, few lengths: raise --problems")
     clusters, lengths, norms, *weights = np.array(found).T
     # W and A are equal along a response, so the norm of its part of the gradient is a product.
     shares = [weight * norms / (weight * norms).mean() for weight in weights]  # 1: an equal share
@@ -1262,7 +1262,7 @@ def parse_options(argv=None):
             command.add_argument("--keys", default=",".join(PANELS), help="numbers to draw")
             command.add_argument("--against", default="grpo", help="script to compare with (grpo)")
     diff = add("diff", write_page)
-    diff.add_argument("scripts", nargs="*", help="the first beside each other one (default: all)")
+    diff.add_argument("scripts", nargs="*", help="compare the first with each other (default: all)")
     for name, function, problems, samples in (
         ("degeneracy", measure_degeneracy, 200, 32),
         ("rank", measure_rank, 48, 16),
@@ -1272,8 +1272,8 @@ def parse_options(argv=None):
     ):
         command = add(name, function)
         several = {"nargs": "+", "required": True} if name == "passk" else {}
-        command.add_argument("--model", **several, help="hub name, folder, or run; the base first")
-        command.add_argument("--problems", type=int, default=problems, help=f"({problems})")
+        command.add_argument("--model", **several, help="hub name, folder, run; passk: base first")
+        command.add_argument("--problems", type=int, default=problems, help=f"number ({problems})")
         command.add_argument("--samples", type=int, default=samples, help=f"each ({samples})")
         if name in ("degeneracy", "rank"):
             sizes = {"nargs": "+", "default": [2, 4, 8, 16]}
@@ -1296,7 +1296,7 @@ def main(argv=None):
     path = save(figure.savefig, path if path.suffix else Path(f"{path}.png"))
     plt.close(figure)
     claim = options.function.__doc__.partition("\n\n")[2]
-    print(f"{' '.join(claim.split())}\nPicture: {path}")
+    print(f"From the papers. {' '.join(claim.split())}\nPicture: {path}")
 
 
 if __name__ == "__main__":

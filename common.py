@@ -138,7 +138,7 @@ def load_pretrained(name, dtype):
 
 
 def save_model(model, tokenizer, folder):
-    """Save in Hugging Face form, as it came but for the weights.
+    """Save as a Hugging Face folder; only the weights differ from what was loaded.
 
     Adapters are merged in float32 without touching the live weights, and saved in adapters/ too.
     """
@@ -267,7 +267,7 @@ def check_model(model, problems, args):
     longest = max((len(problem["prompt_ids"]) for problem in problems), default=0)
     if longest + args.max_new_tokens > context:
         both = f"--max_new_tokens {args.max_new_tokens} after a prompt of {longest} tokens"
-        raise BadInput(f"{both} exceeds the model's context of {context}: lower it")
+        raise BadInput(f"{both} exceeds the model's context of {context}: lower --max_new_tokens")
     known = model.get_input_embeddings().num_embeddings
     largest = max((max(problem["prompt_ids"]) for problem in problems), default=0)
     if largest >= known:
@@ -394,9 +394,9 @@ class Float32AdamW:
 
     @torch.no_grad()
     def step(self, learning_rate, skip=False):
-        """One update by the gradients so far; returns their norm, averaged over the processes.
+        """One update with the gradients so far, averaged over processes; returns their norm.
 
-        Nothing moves where the norm is not finite, or where all processes ask to skip: then the
+        No weight changes if the norm is not finite, or if all processes ask to skip: then the
         norm is 0. No collective runs before this, so processes may have unequal micro-batches.
         """
         grads = self.grads
@@ -866,7 +866,7 @@ def ask_worker(worker, *question):
 
 @functools.lru_cache(maxsize=10_000)
 def library_equal(gold, text):
-    """Asks the worker, one question at a time. TimeoutError, which the cache does not keep."""
+    """Ask the worker, one question at a time; raise TimeoutError, which is not cached."""
     if MISREAD.search(gold) or MISREAD.search(text):
         return False
     with library_lock:
@@ -1030,7 +1030,7 @@ def readable_golds(rows, source):
         share = f"{len(reasons)} of {len(rows)} rows"
         found = f"{source}: {share} lack a readable answer ({reasons[0]})"
         if len(reasons) * 10 >= len(rows):
-            raise BadInput(f"{found}; needed: answer|solution, columns: {list(rows[0])}")
+            raise BadInput(f"{found}; columns: {list(rows[0])}, needed: answer or solution")
         say(f"{found}: dropped")
     return readable
 
@@ -1231,7 +1231,7 @@ class Run:
         self.watch(step, metrics)
 
     def watch(self, step, metrics):
-        """Say what must not pass in silence, and end a run that is broken."""
+        """Warn about what must not go unnoticed, and end a run that is broken."""
         self.silent = self.silent + 1 if metrics["grad_norm"] == 0 else 0
         self.skipped = 0 if is_finite(metrics["grad_norm"]) else self.skipped + 1
         if self.skipped > 0:

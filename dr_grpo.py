@@ -51,10 +51,10 @@ class Args:
     group_size: int = arg(8, "G, responses per prompt", 2)
     max_prompt_tokens: int = arg(512, "longer prompts are dropped, and their number is printed", 1)
     max_new_tokens: int = arg(1024, "C, maximum length of a response", 1)
-    temperature: float = arg(1.0, "sampling temperature, also of all log-probs in training", 0.01)
+    temperature: float = arg(1.0, "sampling temperature, also for log-probs in training", 0.01)
     # --- optimization ---
     steps: int = arg(500, "training steps; 0 only evaluates", 0)
-    learning_rate: float = arg(1e-6, "AdamW learning rate; ten times the default for adapters", 0.0)
+    learning_rate: float = arg(1e-6, "AdamW learning rate; with --lora_rank 10 times that", 0.0)
     warmup_steps: int = arg(10, "steps of linear learning-rate warm-up", 0)
     max_grad_norm: float = arg(1.0, "gradients are clipped to this norm", 1e-9)
     updates_per_rollout: int = arg(1, "mu, optimizer steps per rollout", 1)
@@ -67,7 +67,7 @@ class Args:
     eval_every: int = arg(50, "steps between evaluations; also before the first, after the last", 1)
     eval_problems: int = arg(200, "number of held-out problems", 1)
     eval_samples: int = arg(4, "responses per held-out problem, for pass@1, 2, 4, ...", 1)
-    eval_temperature: float = arg(None, "default: --temperature; 0: greedy, one response", 0.0)
+    eval_temperature: float = arg(None, "default: --temperature; 0 is greedy, one response", 0.0)
     save_every: int = arg(100, "steps between checkpoints; also after the last", 1)
     # --- algorithm ---
 
@@ -97,7 +97,7 @@ class Batch:
 
 
 # --- algorithm ---
-NEEDS_SCORES = False  # compute_advantages reads only rewards and mask
+NEEDS_SCORES = False  # True if compute_advantages reads old_logps, ref_logps or entropies
 
 
 def compute_advantages(batch, args):
@@ -127,11 +127,11 @@ def compute_reward(text, problem, length):
 
 
 def policy_loss(logps, old_logps, ref_logps, advantages, weights, mask, args):
-    """Clipped surrogate plus KL penalty, summed over (b, T) tokens; and means for the log.
+    """Clipped surrogate plus KL penalty, summed over (b, T) tokens; also means for the log.
 
-    A sum, because W already holds every 1 / L and 1 / B: the losses of micro-batches add up.
+    It is a sum because W already contains every 1 / L and 1 / B: micro-batch losses add up.
     """
-    # Select first: a NaN in the padding would come back in backward as 0 * NaN.
+    # Mask the inputs, not the loss: 0 * NaN from the padding is NaN in the backward pass.
     logps = logps.where(mask, 0.0)
     old_logps = old_logps.where(mask, 0.0)
     advantages = advantages.where(mask, 0.0)
@@ -164,7 +164,7 @@ def main(args):
         run.log(run.step, evaluate(model, tokenizer, held_out, args, run))
     for step in run.steps():
         # 1. Sample G responses to each of P prompts, and reward them.
-        places = run.places(step)  # P consecutive numbers; with several processes, its part of them
+        places = run.places(step)  # positions of P prompts in the run, or this process' share
         problems = problems_at(train, places, args)
         streams = [random_stream(args.seed, "draws", place) for place in places]
         batch = rollout(model, tokenizer, problems, args.group_size, args, streams)
@@ -199,7 +199,7 @@ def learning_rate(step, args):
 
 
 def update(model, optimizer, batch, advantages, weights, step, args):
-    """mu optimizer steps on one rollout; returns sums over its tokens, as means over the steps."""
+    """mu optimizer steps on one rollout; returns metric sums over tokens, averaged over steps."""
     check_shapes(advantages, weights, batch.mask)
     torch.cuda.empty_cache()  # the rollout's cache grew in many small pieces; no-op without a GPU
     sums = Counter()  # a name that is not there counts as 0
@@ -208,7 +208,7 @@ def update(model, optimizer, batch, advantages, weights, step, args):
         batch.entropies = torch.zeros_like(batch.sampled_logps)
     for i in range(args.updates_per_rollout):
         for rows, columns, logps, entropies in micro_batches(model, batch, args):
-            if i == 0:  # the weights are still those that sampled: no extra pass for old_logps
+            if i == 0:  # the policy has not moved since sampling: no extra pass for old_logps
                 batch.old_logps[rows, columns] = logps.detach()
                 batch.entropies[rows, columns] = entropies
             ref_logps = None
@@ -351,7 +351,7 @@ def score(model, batch, args):
 
 
 def pass_at_k(n, c, k):
-    """Unbiased chance that one of k responses is right, when c of n were (arXiv:2107.03374)."""
+    """Unbiased estimate of pass@k when c of n responses are right (arXiv:2107.03374)."""
     if k > n:
         raise ValueError(f"pass@{k} takes at least {k} samples, not {n}")
     return 1 - math.comb(n - c, k) / math.comb(n, k)
@@ -428,7 +428,7 @@ def problems_at(problems, places, args):
 
 
 def random_stream(seed, purpose, number):
-    """A generator for one purpose: found again by a resume, and not moved by any other draw."""
+    """A generator for one purpose: the same after a resume, and unaffected by other draws."""
     # Hashed, because torch's CPU generator uses only the low 32 bits of a seed.
     key = random.Random(f"{seed} {purpose} {number}").getrandbits(32)
     return torch.Generator().manual_seed(key)

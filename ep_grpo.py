@@ -1,7 +1,7 @@
 """EP-GRPO, entropy-progress aligned GRPO: grpo.py with a different advantage for every token.
 
 GRPO gives all tokens of a response the same credit, and none where a group's rewards are equal.
-EP-GRPO adds a gate by entropy and a term for progress:
+EP-GRPO adds an entropy gate and a progress term:
 
     gate        W^gate = sigmoid(gamma (H - mu_H) / sigma_H)    uncertain tokens count more
     signal      Delta = log pi - log pi_ref                     what training has made more likely
@@ -56,10 +56,10 @@ class Args:
     group_size: int = arg(8, "G, responses per prompt", 2)
     max_prompt_tokens: int = arg(512, "longer prompts are dropped, and their number is printed", 1)
     max_new_tokens: int = arg(1024, "C, maximum length of a response", 1)
-    temperature: float = arg(1.0, "sampling temperature, also of all log-probs in training", 0.01)
+    temperature: float = arg(1.0, "sampling temperature, also for log-probs in training", 0.01)
     # --- optimization ---
     steps: int = arg(500, "training steps; 0 only evaluates", 0)
-    learning_rate: float = arg(1e-6, "AdamW learning rate; ten times the default for adapters", 0.0)
+    learning_rate: float = arg(1e-6, "AdamW learning rate; with --lora_rank 10 times that", 0.0)
     warmup_steps: int = arg(10, "steps of linear learning-rate warm-up", 0)
     max_grad_norm: float = arg(1.0, "gradients are clipped to this norm", 1e-9)
     updates_per_rollout: int = arg(1, "mu, optimizer steps per rollout", 1)
@@ -72,13 +72,13 @@ class Args:
     eval_every: int = arg(50, "steps between evaluations; also before the first, after the last", 1)
     eval_problems: int = arg(200, "number of held-out problems", 1)
     eval_samples: int = arg(4, "responses per held-out problem, for pass@1, 2, 4, ...", 1)
-    eval_temperature: float = arg(None, "default: --temperature; 0: greedy, one response", 0.0)
+    eval_temperature: float = arg(None, "default: --temperature; 0 is greedy, one response", 0.0)
     save_every: int = arg(100, "steps between checkpoints; also after the last", 1)
     # --- algorithm ---
-    gate_sharpness: float = arg(1.0, "gamma of the entropy gate; 0 gives every token weight 1/2")
+    gate_sharpness: float = arg(1.0, "gamma of the entropy gate; 0 makes every gate 1/2")
     buckets: int = arg(10, "K, number of progress buckets", 1)
     progress_weight: float = arg(0.1, "lambda, weight of the progress term; 0 switches it off")
-    reward_threshold: float = arg(0.5, "theta: zero-variance groups above it count as right")
+    reward_threshold: float = arg(0.5, "theta: zero-variance groups above it are right")
     entropy_gate: bool = arg(True, "scale the group's advantage by the entropy gate")
     zero_variance_anchor: bool = arg(True, "apply the progress term in zero-variance groups too")
 
@@ -108,7 +108,7 @@ class Batch:
 
 
 # --- algorithm ---
-NEEDS_SCORES = True  # compute_advantages also reads old_logps, ref_logps and entropies
+NEEDS_SCORES = True  # True if compute_advantages reads old_logps, ref_logps or entropies
 
 
 def compute_advantages(batch, args):
@@ -121,9 +121,9 @@ def compute_advantages(batch, args):
     equal = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)  # (P, 1)
     advantages = torch.where(equal, 0.0, centred / (rewards.std(1, keepdim=True) + 1e-4))  # (P, G)
 
-    # (1) Statistics of the policy that sampled, detached: the paper's pi_theta moves in the update.
+    # (1) Statistics of the sampling policy, detached: the paper's change during the update.
     mask = batch.mask
-    entropies = batch.entropies.where(mask, 0.0).double()  # (B, T), equal ones have a sigma of 0
+    entropies = batch.entropies.where(mask, 0.0).double()  # (B, T), sigma of equal ones is 0
     group = torch.arange(len(mask), device=mask.device)[:, None] // rewards.shape[1]  # (B, 1)
     group = group.expand(mask.shape)  # (B, T)
 
@@ -134,10 +134,10 @@ def compute_advantages(batch, args):
         return (sums / counts.clamp(min=1))[cell]
 
     excess = entropies - mean_within(group, entropies)  # (B, T)
-    sigma = mean_within(group, excess.square()).sqrt()  # (2) all sigmas are population ones, ddof 0
+    sigma = mean_within(group, excess.square()).sqrt()  # (2) all sigmas here use ddof 0
     gate = torch.sigmoid(args.gate_sharpness * excess / (sigma + 1e-6)) if args.entropy_gate else 1
 
-    # (3) Progress includes the token's own entropy. A response without any stays in bucket 0.
+    # (3) Progress includes the token's own entropy. With no entropy at all, it stays in bucket 0.
     running = entropies.cumsum(1)  # (B, T)
     progress = torch.where(running[:, -1:] > 0, running / running[:, -1:], 0.0)  # (B, T) tau
     bucket = (args.buckets * progress).floor().clamp(0, args.buckets - 1).long()  # (B, T)
@@ -170,11 +170,11 @@ def compute_reward(text, problem, length):
 
 
 def policy_loss(logps, old_logps, ref_logps, advantages, weights, mask, args):
-    """Clipped surrogate plus KL penalty, summed over (b, T) tokens; and means for the log.
+    """Clipped surrogate plus KL penalty, summed over (b, T) tokens; also means for the log.
 
-    A sum, because W already holds every 1 / L and 1 / B: the losses of micro-batches add up.
+    It is a sum because W already contains every 1 / L and 1 / B: micro-batch losses add up.
     """
-    # Select first: a NaN in the padding would come back in backward as 0 * NaN.
+    # Mask the inputs, not the loss: 0 * NaN from the padding is NaN in the backward pass.
     logps = logps.where(mask, 0.0)
     old_logps = old_logps.where(mask, 0.0)
     advantages = advantages.where(mask, 0.0)
@@ -207,7 +207,7 @@ def main(args):
         run.log(run.step, evaluate(model, tokenizer, held_out, args, run))
     for step in run.steps():
         # 1. Sample G responses to each of P prompts, and reward them.
-        places = run.places(step)  # P consecutive numbers; with several processes, its part of them
+        places = run.places(step)  # positions of P prompts in the run, or this process' share
         problems = problems_at(train, places, args)
         streams = [random_stream(args.seed, "draws", place) for place in places]
         batch = rollout(model, tokenizer, problems, args.group_size, args, streams)
@@ -242,7 +242,7 @@ def learning_rate(step, args):
 
 
 def update(model, optimizer, batch, advantages, weights, step, args):
-    """mu optimizer steps on one rollout; returns sums over its tokens, as means over the steps."""
+    """mu optimizer steps on one rollout; returns metric sums over tokens, averaged over steps."""
     check_shapes(advantages, weights, batch.mask)
     torch.cuda.empty_cache()  # the rollout's cache grew in many small pieces; no-op without a GPU
     sums = Counter()  # a name that is not there counts as 0
@@ -251,7 +251,7 @@ def update(model, optimizer, batch, advantages, weights, step, args):
         batch.entropies = torch.zeros_like(batch.sampled_logps)
     for i in range(args.updates_per_rollout):
         for rows, columns, logps, entropies in micro_batches(model, batch, args):
-            if i == 0:  # the weights are still those that sampled: no extra pass for old_logps
+            if i == 0:  # the policy has not moved since sampling: no extra pass for old_logps
                 batch.old_logps[rows, columns] = logps.detach()
                 batch.entropies[rows, columns] = entropies
             ref_logps = None
@@ -394,7 +394,7 @@ def score(model, batch, args):
 
 
 def pass_at_k(n, c, k):
-    """Unbiased chance that one of k responses is right, when c of n were (arXiv:2107.03374)."""
+    """Unbiased estimate of pass@k when c of n responses are right (arXiv:2107.03374)."""
     if k > n:
         raise ValueError(f"pass@{k} takes at least {k} samples, not {n}")
     return 1 - math.comb(n - c, k) / math.comb(n, k)
@@ -471,7 +471,7 @@ def problems_at(problems, places, args):
 
 
 def random_stream(seed, purpose, number):
-    """A generator for one purpose: found again by a resume, and not moved by any other draw."""
+    """A generator for one purpose: the same after a resume, and unaffected by other draws."""
     # Hashed, because torch's CPU generator uses only the low 32 bits of a seed.
     key = random.Random(f"{seed} {purpose} {number}").getrandbits(32)
     return torch.Generator().manual_seed(key)

@@ -20,7 +20,7 @@ SUMMARY = {  # advantage per response or token, weight per token, in a few words
     "dr_grpo": ("r − mean", "1 / C / B", "GRPO without its two biases"),
     "sign_grpo": ("2r − 1", "1 / C / B", "learns from groups that are all wrong"),
     "length_alpha": ("r − mean", "L^(α−1) / C^α / B", "from GRPO (α = 0) to Dr. GRPO (α = 1)"),
-    "ep_grpo": ("entropy gate · GRPO's + λ · progress", "1 / L / B", "its own for each token"),
+    "ep_grpo": ("entropy gate · GRPO's + λ · progress", "1 / L / B", "one advantage per token"),
 }
 
 
@@ -55,7 +55,7 @@ def generated():
     reading = ["| grpo.py, lines | |", "|---|---|"]
     for what, text in {
         "Args": "every flag, with its help",
-        "Batch": "what one step knows, with shapes",
+        "Batch": "the data of one step, with shapes",
         "compute_advantages": "**the algorithm**: how good each token was",
         "compute_weights": "**the algorithm**: how much each token counts",
         "compute_reward": "where a reward comes from",
