@@ -1106,7 +1106,7 @@ class Run:
             raise BadInput(f"cannot write to --output_dir {self.folder}: {error}") from error
         if not self.args.resume:
             if checkpoints(self.folder) or (self.folder / "metrics.jsonl").exists():
-                how = "add --resume to continue it, or choose another --output_dir"
+                how = "add --resume to continue it, choose another --output_dir, or delete it"
                 raise BadInput(f"{self.folder} already contains a run: {how}")
             return None, 0, ""
         try:

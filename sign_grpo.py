@@ -87,7 +87,7 @@ class Batch:
     mask: torch.Tensor = None  # (B, T) bool, True up to and including the stop token
     texts: list = None  # B decoded responses
     finished: torch.Tensor = None  # (B,) bool, False where a response was cut off
-    # The rest is undefined where mask is False.
+    # The rest is None until it is computed, and undefined where mask is False.
     sampled_logps: torch.Tensor = None  # (B, T) as computed token by token while sampling
     rewards: torch.Tensor = None  # (P, G)
     old_logps: torch.Tensor = None  # (B, T) under the policy that sampled the tokens
@@ -117,7 +117,8 @@ def compute_weights(batch, args):
 def compute_reward(text, problem, length):
     """1.0 if the last \\boxed{} of the response equals the answer, else 0.0. Put your own here.
 
-    problem holds every column of the data's row; length is the number of response tokens.
+    problem holds every column of the data's row; length is the number of response tokens, the
+    stop token included.
     """
     return verify(text, problem["answer"])
 
@@ -131,7 +132,7 @@ def policy_loss(logps, old_logps, ref_logps, advantages, weights, mask, args):
     logps = logps.where(mask, 0.0)
     old_logps = old_logps.where(mask, 0.0)
     advantages = advantages.where(mask, 0.0)
-    ratio = torch.exp((logps - old_logps).clamp(max=20.0))
+    ratio = torch.exp((logps - old_logps).clamp(max=20.0))  # e^20 = 5e8, so never infinite
     low, high = 1 - args.clip_low, 1 + args.clip_high
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     loss = -(weights * surrogate).sum()
