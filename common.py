@@ -90,13 +90,18 @@ def add_adapters(model, base, saved, lora_rank, seed):
         config = peft.LoraConfig.from_pretrained(saved)
     else:
         config = peft.LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
+        if Path(base).is_dir():
+            base = Path(base).resolve()  # found again from any working directory
         config.base_model_name_or_path = portable(base)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**63)
     peft.inject_adapter_in_model(config, model)
     if saved.is_dir():
         weights = load_file(saved / "adapter_model.safetensors")
         weights = {key.removeprefix(PEFT_PREFIX): weight for key, weight in weights.items()}
-        peft.set_peft_model_state_dict(model, weights)
+        try:
+            peft.set_peft_model_state_dict(model, weights)
+        except RuntimeError as error:
+            raise BadInput(f"{saved} does not fit the base model {base}") from error
 
 
 def find_device(name):
@@ -241,7 +246,7 @@ def encode_prompts(tokenizer, questions, args):
         return tokenizer(texts, add_special_tokens=False).input_ids if texts else []
     prompts = tokenizer(texts).input_ids
     for ids in prompts:  # a tokenizer may append eos, after which there is nothing to answer
-        while ids[-1] in tokenizer.all_special_ids:
+        while ids and ids[-1] in (tokenizer.eos_token_id, tokenizer.sep_token_id):
             ids.pop()
     return prompts
 
@@ -314,7 +319,7 @@ def check_rewards(rewards):
     for reward in rewards:
         try:
             finite = math.isfinite(reward)
-        except (TypeError, ValueError, RuntimeError):
+        except (OverflowError, TypeError, ValueError, RuntimeError):
             finite = False
         if not finite:
             raise BadInput(f"compute_reward returned {reward!r}, which is not a finite number")
@@ -592,93 +597,65 @@ def token_logps_and_entropies(model, input_ids, attention_mask, completion_len, 
 
 
 # --- the verifier ---
-# docs/verifier.md says what counts as equal, and why. An answer is brought into one spelling, then
-# cut into parts, which are compared one by one: numbers as exact rationals, other expressions by
-# their values, which math-verify's parser and sympy find in a separate process with limits.
+# docs/verifier.md says what counts as equal, and why. An answer is brought into one spelling, cut
+# into parts, and compared part by part: numbers as exact rationals, other expressions by their
+# values, which math-verify's parser and sympy find in a separate process with limits.
 MAX_CHARS = 500  # the longest gold of GSM8K, MATH-500, AMC, AIME and Minerva has 91
 MAX_DEPTH = 12  # brackets inside brackets
-TOLERANCE = Fraction(1, 10**6)  # relative, and for decimals only: 0.3333333 is 1/3, 0.333 is not
+PRECISION = 10**6  # one in a million, and for decimals only: 0.3333333 is 1/3, 0.333 is not
 CPU_SECONDS = 1.0  # per verdict, in the separate process; most take 0.01 to 0.1
 OR = " ||| "  # between the alternatives of a gold that has several
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-NO_GOLD = re.compile(  # what data sets write where there is no answer
-    r"-?(?:inf|nan)|none|null|n/a|unknown|missing|omitted|answer|proofs?|proved|no answer"
-    r"|see (?:the )?(?:proof|solution|answer)|not ?(?:found|given|available|provided)"
-)
-# Words after a number are a unit if one of them is a plural or a known unit, and none of them
-# changes the number, takes it back or offers another: 2 million, 3 fifths, 18 is wrong.
-UNIT = re.compile(
-    r"\b(?:[a-z]{2,}s|(?:wo)?men|people|children|feet|foot|inch|mile|degree|percent|cent|dollar"
-    r"|unit|hour|minute|second|day|week|month|year|mph|[kcmn]m|[km]g|lb|oz|ft|Hz|[mgshLNJWVACK])\b"
-)
-NO_UNIT = re.compile(
-    r"(?i:\b(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|\w*[nrfxe]ty"
-    r"|\w*illion|hundred|thousand|dozen|lakh|crore|score|gross|half|halve|third|quarter|(?:four|fif"
-    r"|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand|\w+illion)th)s?\b"
-    r"|\b(?:is|are|was|has|does|not?|cannot|never|none|wrong|incorrect|false|but|if|plus|minus"
-    r"|times|over|by|mod|base|squared|cubed|factorial|\w+fold|less|than|least|most|this|yes|cos)\b)"
-)
-SPELLINGS = {  # in this order
-    r"\left": "", r"\right": "", r"\displaystyle": "", r"\big": "", r"\Big": "", r"\! ": "",
-    r"\!": "", r"\$": "", "$": "", r"\%": "", "%": "", "€": "", "£": "", "{,}": ",", "−": "-",
-    r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"{\rm": r"\text{", r"\rm": "", "×": r"\times ",
-    "**": "^", "*": r"\cdot ", "·": r"\cdot ", "π": r"\pi ", "√": r"\sqrt ", "°": r"^\circ ",
-    "²": "^2", "³": "^3", "∞": r"\infty ", "infinity": r"\infty ", "∪": r"\cup ", "∈": r"\in ",
-    "±": r"\pm ", r"\varnothing": r"\emptyset", "∅": r"\emptyset", r"\{\}": r"\emptyset",
-    r"\leqslant": "<=", r"\leq": "<=", r"\le": "<=", "≤": "<=", r"\lt": "<", r"\geqslant": ">=",
-    r"\geq": ">=", r"\ge": ">=", "≥": ">=", r"\gt": ">", r"\neq": r"\ne ", "≠": r"\ne ",
-    r"^{\prime\prime}": "_{pp}", r"^{\prime \prime}": "_{pp}", r"^{\prime}": "_{p}",
-    r"^\prime": "_{p}", "''": "_{pp}", "'": "_{p}",  # y' is another symbol than y
-}  # fmt: skip
-
-
-def drop_unit(match):
-    number, unit = match.groups()
-    known = UNIT.search(unit) or number == "1" and len(unit) > 2  # 1 apple
-    return number if known and not NO_UNIT.search(unit) else match[0]
-
-
-REWRITES = [  # in this order, after the spellings
+# What data sets write where there is no answer
+NO_GOLD = r"-?inf|nan|none|null|n/a|unknown|omitted|proof|not ?found|see (the )?solution|\W*"
+# Words after a number are a unit if one of them is a plural or a known unit (after 1: any word),
+# and none changes the number, takes it back or offers another: 2 million, 3 fifths, 18 is wrong.
+UNIT = (
+    r"(?:(?<=^1)|(?=.*(?<![a-z])(?:[a-z]{2,}s|(?:wo)?men|people|children|feet|foot|inch|mile|degree"
+    r"|percent|cent|dollar|unit|hour|minute|second|day|week|month|year|mph|[kcmn]m|[km]g|lb|oz|ft"
+    r"|Hz|[mgshLNJWVACK])\b))(?!.*\b(?i:(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven"
+    r"|twelve|\w+teen|\w+ty|\w*illion|hundred|thousand|dozen|lakh|crore|score|gross|half|halve"
+    r"|third|quarter|(?!month)\w+th)s?|is|are|was|has|does|not?|cannot|never|wrong|false|but"
+    r"|if|plus|minus|times|over|by|point|mod|base|squared|cubed|less|than|most|this|yes|cos)\b)")
+SYMBOLS = str.maketrans({
+    "−": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "√": r"\sqrt ", "°": r"^\circ ",
+    "²": "^2", "³": "^3", "∞": r"\infty ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ",
+    "≤": "<=", "≥": ">=", "≠": r"\ne ", "∅": r"\emptyset"})  # fmt: skip
+REWRITES = [  # in this order
+    (r"(?:\{\\rm|\\(?:text\w+|[mh]box|math(?:rm|bf|it|sf)|operatorname\*?) ?\{)", r"\\text{"),
+    (r"\\(?:left|right|displaystyle|[bB]ig|rm)(?![a-z])|\\! ?|\\?[$%]|[€£]", ""),
     (r"(?:(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),  # the \\ that ends a row stays
-    (r"\\(?:text\w+|[mh]box|math(?:rm|bf|it|sf)|operatorname\*?) ?\{", r"\\text{"),
+    (r"\\[dt]frac", r"\\frac"), (r"\\varnothing|\\\{ ?\\\}", r"\\emptyset"), (r"\{,\}", ","),
+    (r"\\leq?(?:slant)?(?![a-z])", "<="), (r"\\geq?(?:slant)?(?![a-z])", ">="), (r"\*\*", "^"),
+    (r"\\lt(?![a-z])", "<"), (r"\\gt(?![a-z])", ">"), (r"\\neq", r"\\ne "), (r"\*", r"\\cdot "),
+    (r"\^\{?\\prime ?\\prime\}?|''", "_{pp}"), (r"\^\{?\\prime\}?|'", "_{p}"),  # y' is not y
+    ("infinity", r"\\infty "), (r"\^ ?\{? ?\\circ ?\}?(?: ?[CF]$)?", ""),  # 90^{\circ} is 90
     (r"(?<![a-zA-Z\\])(sqrt|pi|theta|sin|cos|tan|ln|log)(?![a-zA-Z])", r"\\\1"),  # 2pi is 2\pi
     (r",? ?(?:\\text\{[, ]*(?:and|or)[, ]*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])) ?|, ", ";"),
     (r"\\sqrt ?\(((?:[^()]|\([^()]*\))*)\)", r"\\sqrt{\1}"),  # sqrt(51) is \sqrt{51}
     (r"\\(frac|sqrt|binom) ?(\\pi|\d|[a-zA-Z])", r"\\\1{\2}"),  # \frac12 is \frac{1}2
     (r"(\\frac ?\{(?:[^{}]|\{[^{}]*\})*\}) ?(\\pi|\d|[a-zA-Z])", r"\1{\2}"),  # is \frac{1}{2}
-    (r"\^ ?\{? ?\\circ ?\}?(?: ?[CF]$)?", ""),  # 90^{\circ} is 90
-    (r"([_^]) ?\(([^()]*)\)", r"\1{\2}"),  # x^(1/2) is x^{1/2}
-    (r"([_^]) ?(?:\{ ?(-?\d+|\w) ?\}|(-?\d+|\w))", r"\1{\2\3}"),  # x^2 is x^{2}
-    (r"^(.*[\w)}]) ?((?:\\text\{ ?[a-zA-Z /.()^0-9-]*\}(?:\^\{-?\d\})? ?)+)$", drop_unit),
-    (
-        r"^((?:\w ?= ?)?(?:[^a-zA-Z\\]|\\frac|\\times)*)"  # only after a number
-        r"(?: \(?|(?<=\d)(?=[kcm]m|kg))([a-zA-Z]{2}[a-zA-Z /]*)\)?(?:\^\{-?\d\})?$",
-        drop_unit,
-    ),
-    (r"\\text\{([^{}]*)\}", r"\1"),  # \text{even} is even
-    (r"^\\?\{(.*?)\\?\}$", r"\1"),  # the set \{1, 2\} is the list 1, 2
-    (r"^ *\(([^()\[\],;]*)\)$", r"\1"),  # (B) is B
-    (r"(?<!\w) | (?!\w)", ""),  # x - 1 is x-1; the space in 9 9 or \pi r has a meaning
-    (r"(^|[(\[,;=])\+", r"\1"),  # +\infty is \infty
+    (r"([_^]) ?(?:\(([^()]*)\)|\{ ?(-?\d+|\w) ?\}|(-?\d+|\w))", r"\1{\2\3\4}"),  # x^2 is x^{2}
+    (r"^(.*[\w)}])(?= ?\\text)" + UNIT + r" ?((\\text\{ ?[\w /.()^-]*\}(\^\{-?\d\})? ?)+)$", r"\1"),
+    (r"^((?:\w ?= ?)?(?:[^a-zA-Z\\]|\\frac|\\times)*)(?= ?\(?[a-zA-Z])" + UNIT  # after a number
+     + r"(?: \(?|(?<=\d)(?=[kcm]m|kg))[a-zA-Z]{2}[a-zA-Z /]*\)?(?:\^\{-?\d\})?$", r"\1"),
+    (r"\\text\{([^{}]*)\}", r"\1"), (r"^\\?\{(.*?)\\?\}$", r"\1"),  # \text{even} is even, {1,2} 1,2
+    (r"^ *\(([^()\[\],;]*)\)$", r"\1"), (r"(?<!\w) | (?!\w)", ""),  # (B) is B, x - 1 is x-1
+    (r"(^|[(\[,;=])\+", r"\1"), (r"([^,;]*)\\pm([^,;]*)", r"\1+\2;\1-\2"),  # +\infty, two numbers
     (r"(^|[,;])([^<>=,;]*)>(=?)([^<>=,;]*)(?=[,;]|$)", r"\1\4<\3\2"),  # x>3 is 3<x
-    (r"(^|[,;])([^<>=,;]*)>(=?)([^<>=,;]*)>(=?)([^<>=,;]*)(?=[,;]|$)", r"\1\6<\5\4<\3\2"),
-    (r"([^,;]*)\\pm([^,;]*)", r"\1+\2;\1-\2"),  # 1 \pm \sqrt{2} is two numbers
-]
-REWRITES = [(re.compile(pattern), new) for pattern, new in REWRITES]
+    (r"(^|[,;])([^<>=,;]*)>(=?)([^<>=,;]*)>(=?)([^<>=,;]*)(?=[,;]|$)", r"\1\6<\5\4<\3\2")]
 NUMBER = re.compile(r"-?(?:(?:\d+ )?\d+/0*[1-9]\d*|(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d{1,3})?)", re.A)
 GROUPS = re.compile(r"-?\d{1,3}(?:[, ]\d{3})+(?:\.\d*)?")  # 1,234.50
+PLAIN = re.compile(r"-?\d+(?:/0*[1-9]\d*|\.\d+)?", re.A)  # most answers
 RELATION = r"[<>]=?|=|\\(?:ne|equiv|approx|sim|simeq|cong|in|to|propto)(?![a-z])"
 NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_\{\w+\})?(?:\([a-z]\))?"
 # The front of x=5, x_1=5, f(x)=2x, \theta=5, (x,y)=(1,2) and x\in[1,2], and what follows it
 LABEL = re.compile(
-    rf"(?s:(?:({NAME}|\({NAME}(?:[,;]{NAME})*\))(?:=|\\in(?![a-z]))(?!.*(?:{RELATION})))?(.*))"
-)
-MISREAD = re.compile(  # what math-verify's parser does not refuse, but takes for something else
+    rf"(?s:(?:({NAME}|\({NAME}(?:[,;]{NAME})*\))(?:=|\\in(?![a-z]))(?!.*(?:{RELATION})))?(.*))")
+MISREAD = re.compile(  # what math-verify's parser takes for something else; words are not products
     r"[^ -~]|[?#@:\"~`]|\\(?:text|sum|prod|int|lim|mod|to|det|max|min|gcd|lcm|partial|xrightarrow)"
-    r"|\d_|\d[eE][-+]?\d|\\frac\{d|[\d)}\]] ?[(\[]-?\d+(?:/\d+)?[)\]]|\d +\d"
-    r"|(?<!matrix)(?<!_\{\d)[)}\]]\d|(?<![a-zA-Z}\]_^\\])\{"
-    r"|^[a-zA-Z]{2,}$|(?<![a-zA-Z\\{])[a-zA-Z]{4}"  # words are not products
-)
+    r"|\d_|\d[eE][-+]?\d|\\frac\{d|[\d)}\]] ?[(\[]-?\d+(?:/\d+)?[)\]]|\d +\d|(?<!matrix)(?<!_\{\d)"
+    r"[)}\]]\d|(?<![a-zA-Z}\]_^\\])\{|^[a-zA-Z]{2,}$|(?<![a-zA-Z\\{])[a-zA-Z]{4}")
 
 
 def last_answer(completion):
@@ -686,12 +663,11 @@ def last_answer(completion):
     boxes = list(BOX.finditer(completion))
     if not boxes:
         line = completion.rpartition("####")[2][:MAX_CHARS] if "####" in completion else ""
-        line = line.strip(" \n*").partition("\n")[0].strip(" *")
-        line = re.split(r"[,;:.] +(?!\d|[-+]|and |or )", line)[0]  # 42 eggs, not 43
-        return line if parse_number(normalize(line)) else None
+        line = re.split(r"[ *]*(?:\n|$|[,;:.] +(?!\d|[-+]|and |or ))", line.strip(" \n*"))[0]
+        return line if parse_number(normalize(line)) else None  # of 42 eggs, not 43: 42 eggs
     depth = 1
     body = completion[boxes[-1].end() :][: MAX_CHARS + 1]
-    for brace in re.finditer(r"\\.|[{}]", body, re.DOTALL):  # \\. steps over \{ and \}
+    for brace in re.finditer(r"(?s)\\.|[{}]", body):  # \\. steps over \{ and \}
         depth += (brace[0] == "{") - (brace[0] == "}")
         if depth == 0:
             return body[: brace.start()].strip() or None
@@ -701,188 +677,150 @@ def last_answer(completion):
 @functools.lru_cache(maxsize=10_000)
 def normalize(text):
     """One spelling for all the spellings of an answer."""
-    if re.fullmatch(r"[-\d.,/]*\d|-?\\frac\{\d+\}\{\d+\}", text):
-        return text  # most answers: nothing below would change them
-    for spelling, new in SPELLINGS.items():
-        text = text.replace(spelling, new)
+    text = re.sub(r"^(-?)\\frac\{(\d+)\}\{(\d+)\}$", r"\1\2/\3", text)
+    if PLAIN.fullmatch(text):
+        return text
+    text = text.translate(SYMBOLS)
     for pattern, new in REWRITES:
-        text = pattern.sub(new, text.strip().rstrip(".,; "))
+        text = re.sub(pattern, new, text.strip().rstrip(".,; "))
     styles = (text.title(), text.upper(), text.capitalize())  # the case of AaBb has a meaning
     return text.lower() if re.fullmatch("[A-Za-z' -]{3,}", text) and text in styles else text
 
 
-@functools.lru_cache(maxsize=10_000)
 def parse_number(text):
     """(exact value, whether it is written as a decimal), or None."""
-    text = re.sub(r"\\frac\{(-?\d+)\}\{(\d+)\}$", r" \1/\2", text).strip()  # 1\frac{1}{2} is 1 1/2
-    text = re.sub(r"^(-?)(?=10\^)", r"\g<1>1\\times ", text)  # 10^{-3} is 1\times 10^{-3}
-    text = re.sub(r"\\(?:times|cdot) ?10\^\{\+?(-?\d+)\}$", r"e\1", text)  # 3\times 10^8 is 3e8
-    if GROUPS.fullmatch(text):
-        text = re.sub("[, ]", "", text)
-    if not NUMBER.fullmatch(text.replace("- ", "-")):
-        return None
-    value = sum(map(Fraction, text.lstrip("- ").split()))
+    if not PLAIN.fullmatch(text):
+        text = re.sub(r"\\frac\{(-?\d+)\}\{(\d+)\}$", r" \1/\2", text).replace("- ", "-").strip()
+        text = re.sub(r"^(-?)(?=10\^)", r"\g<1>1\\times ", text)  # 10^{-3} is 1\times 10^{-3}
+        text = re.sub(r"\\(?:times|cdot) ?10\^\{\+?(-?\d+)\}$", r"e\1", text)  # 3\times 10^8 is 3e8
+        text = re.sub("[, ]", "", text) if GROUPS.fullmatch(text) else text
+        if not NUMBER.fullmatch(text):
+            return None
+    value = sum(map(Fraction, text.lstrip("-").split()))  # 1 1/2 is a mixed number
     return -value if text[0] == "-" else value, value.denominator > 1 and "/" not in text
 
 
-def split_list(text, separator="[,;]"):
-    """Parts and separators in turn, cut outside all brackets; [] if the brackets do not match."""
-    depth = 0
-    outside = ""
-    for char in text:
-        depth -= char in ")]}"
-        outside += char if depth == 0 else "_"
-        depth += char in "([{"
-        if not 0 <= depth <= MAX_DEPTH:
-            return []
-    cuts = [cut for found in re.finditer(separator, outside) for cut in found.span()]
-    return [] if depth else [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
+def split(text):
+    """A kind and its parts: ",," and three of a list, "<=" and two sides, "(,)" and two of a point.
+    Cuts only outside of brackets; an expression is one part of no kind."""
+    outside = text
+    for _ in range(MAX_DEPTH):
+        outside = re.sub(r"[(\[{][^()\[\]{}]*[)\]}]", lambda inside: "_" * len(inside[0]), outside)
+    if re.search(r"[()\[\]{}]", outside):
+        return "unreadable", []
+    for separator in "[,;]", r"\\cup(?![a-z])", RELATION:
+        cuts = [at for found in re.finditer(separator, outside) for at in found.span()]
+        if cuts:
+            parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
+            return "".join(parts[1::2]).replace(";", ","), parts[::2]
+    kind, parts = split(text[1:-1]) if text[:1] in ("(", "[") else ("", [])
+    return (text[0] + kind + text[-1], parts) if kind[:1] == "," else ("", [text])
 
 
 def equivalent(gold, text):
     """Whether two normalized answers are equal. The gold says which form is asked for."""
+    if gold == text:
+        return True
     (name, asked), (label, given) = (LABEL.fullmatch(one).groups() for one in (gold, text))
     named_alike = name == label or not name or not label
     a, b = parse_number(asked), parse_number(given)
-    if gold == text or a:  # only a number is an answer to a number
-        near = a and b and (a[1] or b[1]) and abs(a[0] - b[0]) <= TOLERANCE * abs(a[0])
-        return gold == text or bool(b and named_alike and (a[0] == b[0] or near))
+    if a and b and named_alike:  # integers, since arithmetic of fractions is slow
+        (m, n), (p, q) = a[0].as_integer_ratio(), b[0].as_integer_ratio()
+        return m * q == p * n or (a[1] or b[1]) and abs(m * q - p * n) * PRECISION <= abs(m * q)
     if named_alike and (name or label) and not re.search(RELATION, asked + given):
         return equivalent(asked, given)
-    for separator in "[,;]", r"\\cup(?![a-z])", RELATION:
-        golds, texts = split_list(gold, separator), split_list(text, separator)
-        if not golds or len(golds) != len(texts):
-            return False  # this stops spraying: 41,42 is not 42
-        if len(golds) > 1 and separator == RELATION:
-            alike = golds[1::2] == texts[1::2] and all(map(equivalent, golds[::2], texts[::2]))
-            return alike or golds[1::2] == texts[1::2] == ["="] and library_equal(gold, text)
-        if len(golds) > 1:
-            return same_items(golds[::2], texts[::2])
-    golds, texts = split_list(gold[1:-1]), split_list(text[1:-1])
-    if gold[:1] in ("(", "[") and len(golds) > 1:  # a point or an interval: in this order
-        if gold[0] + gold[-1] != text[:1] + text[-1:] or len(golds) != len(texts):
-            return False
-        return all(map(equivalent, golds[::2], texts[::2]))
-    return library_equal(gold, text)
-
-
-def same_items(golds, texts):
-    """Each as often as in the other, in any order, unless only the gold says which is which."""
-    names = {LABEL.match(gold)[1] for gold in golds}
-    if len(names) > 1 and not any(LABEL.match(text)[1] for text in texts):
-        return all(map(equivalent, golds, texts))
-    for gold in golds:
-        found = next((text for text in texts if equivalent(gold, text)), None)
+    (kind, golds), (other, texts) = split(gold), split(text)
+    if a or kind != other or kind in ("", "unreadable"):  # only a number is an answer to a number,
+        return not a and kind == other == "" and library_equal(gold, text)  # only a list to a list
+    names = {LABEL.match(one)[1] for one in golds}  # more than one say which is which
+    ordered = len(names) > 1 and not any(LABEL.match(one)[1] for one in texts)
+    if ordered or not kind.startswith((",", r"\cup")):
+        alike = all(map(equivalent, golds, texts))
+        return alike or kind == "=" and library_equal(gold, text)
+    for one in golds:  # each as often as in the other, in any order
+        found = next((other for other in texts if equivalent(one, other)), None)
         if found is None:
             return False
         texts.remove(found)
     return True
 
 
-@functools.lru_cache(maxsize=1000)
-def sympy_value(text):
-    """The value of an expression, or the difference between the sides of an equation."""
-    import sympy
-    from latex2sympy2_extended import latex2sympy2  # math-verify's parser
+def library_worker(resource, sympy, latex2sympy2):
+    """Runs in another process, from its source: nothing of the caller's is imported. A question is
+    [CPU seconds left, gold, text], a reply [whether equal, CPU seconds left]."""
+    @functools.lru_cache(maxsize=1000)
+    def value(text):  # of an equation, the difference between its sides
+        letters = r"(\\(?!gamma|Gamma)[a-zA-Z]+)|\\?(gamma|Gamma|[IdT])"  # not functions
+        text = re.sub(letters, lambda match: match[1] or rf"\mathit{{{match[2]}}}", text)
+        text = re.sub(r"(?<![\w.^}])(\d+) ?(\\frac\{\d+\}\{\d+\})", r"(\1+\2)", text)  # 1\frac12\pi
+        text = re.sub("(.*)=(.*)", r"(\1)-(\2)", text)
+        config = latex2sympy2.ConversionConfig(lowercase_symbols=False)
+        parsed = latex2sympy2.latex2sympy(text, normalization_config=None, conversion_config=config)
+        return parsed.xreplace({sympy.Symbol("i"): sympy.I}).doit()
 
-    letters = r"(\\(?!gamma|Gamma)[a-zA-Z]+)|\\?(gamma|Gamma|[IdT])"  # it takes these for functions
-    text = re.sub(letters, lambda match: match[1] or rf"\mathit{{{match[2]}}}", text)
-    text = re.sub(r"(?<![\w.^}])(\d+) ?(\\frac\{\d+\}\{\d+\})", r"(\1+\2)", text)  # 1\frac{4}{5}\pi
-    text = re.sub("(.*)=(.*)", r"(\1)-(\2)", text)
-    config = latex2sympy2.ConversionConfig(lowercase_symbols=False)
-    value = latex2sympy2.latex2sympy(text, normalization_config=None, conversion_config=config)
-    return value.xreplace({sympy.Symbol("i"): sympy.I}).doit()
-
-
-def same_value(a, b, equations):
-    """Equal exactly, or at four points. Equations: if the differences have a constant ratio."""
-    import sympy
-
-    if hasattr(a, "shape") or hasattr(b, "shape"):  # matrices
-        return a.shape == b.shape and all(same_value(*pair, equations) for pair in zip(a, b))
-    if equations and not (a.free_symbols and b.free_symbols):
-        return False  # 2+2=4 and 5=6
-    if a == b or a.is_Rational and b.is_Rational:
-        return a == b
-    tolerance = 1e-6 if a.has(sympy.Float) or b.has(sympy.Float) else 1e-30
-    unknown = sympy.Symbol, sympy.core.function.AppliedUndef  # f(2) is as good as a symbol
-    ratio = None if equations else 1
-    for seed, signs in enumerate(([1], [-1], [1, -1], [1, -1])):  # \sqrt{x^2} is not x
-        draw = random.Random(seed)
-        point = {}
-        for name in sorted(a.atoms(*unknown) | b.atoms(*unknown), key=str):
-            point[name] = draw.choice(signs) * sympy.Rational(draw.randrange(10**6), 314159)
-        x, y = a.xreplace(point).evalf(50), b.xreplace(point).evalf(50)
-        ratio = ratio or x / y
-        if not abs(x - ratio * y) < tolerance * abs(x):  # or one of them is infinite
-            return False
-    return True
-
-
-def library_worker():
-    """Runs in a separate process, from its source, so that nothing of the caller's is imported.
-    A question is [CPU seconds left, gold, text], a reply [whether equal, CPU seconds left]."""
-    import resource
+    def same(a, b, ratio):  # exactly, or at four points; equations if some ratio is constant
+        if hasattr(a, "shape") or hasattr(b, "shape"):  # matrices
+            return a.shape == b.shape and all(same(x, y, ratio) for x, y in zip(a, b))
+        if ratio is None and not (a.free_symbols and b.free_symbols):
+            return False  # 2+2=4 and 5=6
+        if a == b or a.is_Rational and b.is_Rational:
+            return a == b
+        tolerance = 1e-6 if a.has(sympy.Float) or b.has(sympy.Float) else 1e-30
+        unknown = sympy.Tuple(a, b).atoms(sympy.Symbol, sympy.core.function.AppliedUndef)  # f(2)
+        unknown = sorted(unknown, key=str)
+        for draw in map(random.Random, range(2, 6)):  # of both signs: \sqrt{x^2} is not x
+            point = {x: sympy.Rational(draw.randrange(-(10**6), 10**6), 314159) for x in unknown}
+            x, y = a.xreplace(point).evalf(50), b.xreplace(point).evalf(50)
+            ratio = ratio or x / y
+            if not abs(x - ratio * y) < tolerance * abs(x):  # or one of them is infinite
+                return False
+        return True
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+    print(value(r"\frac{x_{1}}{y}+\sin x"), flush=True)  # the first is slow and counts for nobody
     for line in sys.stdin:  # ends with the caller
         seconds, gold, text = json.loads(line)
-        start = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, seconds)  # CPU time, after which the process is killed
-        signal.setitimer(signal.ITIMER_REAL, 60)  # for one that waits without computing
-        try:
-            equal = bool(same_value(sympy_value(gold), sympy_value(text), "=" in gold))
-        except Exception:
-            equal = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        reply = json.dumps([equal, seconds - time.process_time() + start])
-        os.write(1, reply.encode() + b"\n")
+        signal.alarm(60)  # for one that waits without computing
+        equal = False
+        with contextlib.suppress(Exception):
+            equal = bool(same(value(gold), value(text), None if "=" in gold else 1))
+        signal.alarm(0)
+        print(json.dumps([equal, signal.setitimer(signal.ITIMER_PROF, 0)[0]]), flush=True)
 
 
-# The source is read now, since the file may be edited during a run.
-WORKER = "import contextlib, functools, json, os, random, re, signal, sys, time\n\n"
-WORKER += "\n".join(map(inspect.getsource, (sympy_value, same_value, library_worker)))
+WORKER = (  # read now, since the file may be edited during a run
+    "import contextlib, functools, json, random, re, resource, signal, sys, sympy\n"
+    "from latex2sympy2_extended import latex2sympy2  # math-verify's parser\n"
+    f"{inspect.getsource(library_worker)}library_worker(resource, sympy, latex2sympy2)")
 library = {"process": None, "owner": None, "timeouts": 0}
 library_lock = threading.Lock()
 budget = threading.local()  # .seconds that this thread's verdict may still compute
 
 
-def ask_worker(worker, *question):
-    """The reply, empty if the worker died."""
-    reply = b""
-    try:
-        worker.stdin.write(json.dumps(question).encode() + b"\n")
-        reply = worker.stdout.readline()
-    except BrokenPipeError:
-        pass
-    finally:
-        if not reply:  # or Ctrl-C came, and the next question must not get this one's reply
-            worker.kill()
-            worker.wait()
-    return reply
-
-
 @functools.lru_cache(maxsize=10_000)
 def library_equal(gold, text):
-    """Ask the worker, one question at a time; raise TimeoutError, which is not cached."""
+    """Asks the worker, one question at a time. TimeoutError, which the cache does not keep."""
     if MISREAD.search(gold) or MISREAD.search(text):
         return False
     with library_lock:
-        worker = library["process"]
-        if library["owner"] != os.getpid() or worker.poll() is not None:
-            command = [sys.executable, "-c", WORKER + "\nlibrary_worker()"]
-            worker = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
-            if not ask_worker(worker, 60, r"\frac{x_{1}}{y}+\sin x", "1"):  # counts for nobody
+        if library["owner"] != os.getpid():  # none yet, the parent's, or one that owes a reply
+            command = [sys.executable, "-c", WORKER]
+            library["process"] = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+            if not library["process"].stdout.readline():
                 raise RuntimeError("the verifier did not start; is math-verify installed?")
-            library.update(process=worker, owner=os.getpid())
-        reply = ask_worker(worker, max(budget.seconds, 0.01), gold, text)
-    if reply:
-        equal, budget.seconds = json.loads(reply)
-        return equal
-    if worker.returncode in (-signal.SIGPROF, -signal.SIGALRM):
-        raise TimeoutError
+        worker = library["process"]
+        library["owner"] = None  # until it replies: after Ctrl-C the next question starts another
+        with contextlib.suppress(BrokenPipeError, ValueError):  # no reply, because it died
+            worker.stdin.write(json.dumps([max(budget.seconds, 0.01), gold, text]).encode() + b"\n")
+            equal, budget.seconds = json.loads(worker.stdout.readline())
+            library["owner"] = os.getpid()
+            return equal
+        if worker.wait() in (-signal.SIGPROF, -signal.SIGALRM):
+            library["timeouts"] += 1
+            raise TimeoutError
     return worker.returncode == -signal.SIGKILL and library_equal(gold, text)  # killed: ask again
 
 
@@ -892,44 +830,37 @@ def verify_timeouts():
 
 
 def gold_answer(raw):
-    """The dataset's answer column as the string that verify compares with; BadInput if no answer
-    could match it. 27.0 is 27; of a solution the last box counts, else what stands after ####; a
-    list, also one written as a string, holds alternatives."""
+    """What verify compares with, of a dataset's answer column: of a solution the last box or what
+    stands after ####; a list, also written as a string, holds alternatives. BadInput: no answer."""
     if not hasattr(os, "fork"):
         raise BadInput("the verifier needs Linux or macOS")
-    listed = isinstance(raw, str) and re.fullmatch(r"""(?s:\s*\[\s*(["'])(.*)\1\s*\]\s*)""", raw)
-    if listed:
-        raw = re.split(r"""["']\s*,\s*["']""", listed[2].replace(r"\\", "\\"))
-    if isinstance(raw, str) and OR in raw:
-        raw = raw.split(OR)
+    text = raw.strip() if isinstance(raw, str) else ""
+    if len(text) <= MAX_CHARS and PLAIN.fullmatch(normalize(text)):
+        return text
+    listed = re.fullmatch(r"""(?s)\[\s*["'](.*)["']\s*\]""", text.replace(r"\\", "\\"))
+    if listed or OR in text:
+        raw = re.split(r"""["']\s*,\s*["']""", listed[1]) if listed else text.split(OR)
     if isinstance(raw, list) and raw:
-        return OR.join({normalize(gold): gold for gold in map(gold_answer, raw)}.values())
+        return OR.join(dict.fromkeys(map(gold_answer, raw)))
     text = str(int(raw) if isinstance(raw, float) and raw.is_integer() else raw).strip()
     if BOX.search(text) or "####" in text:
         text = last_answer(text) or ""
     whole = last_answer(rf"\boxed{{{text}}}") == text  # not too long, and its braces close
     prose = len(re.findall(r"(?<!\\)\b[A-Za-z]{2,}", text[:MAX_CHARS])) > 8
-    plain = normalize(text).lower() if whole and not prose else ""
-    placeholder = NO_GOLD.fullmatch(plain) or not re.search(r"\w", plain)
+    placeholder = not whole or prose or re.fullmatch(NO_GOLD, normalize(text).lower())
     if placeholder or type(raw) not in (str, int, float):
         raise BadInput(f"the gold {str(raw)[:60]!r} has no answer that can be read")
     return text
 
 
-read_gold = functools.lru_cache(maxsize=10_000)(gold_answer)  # verify meets each gold many times
-
-
 def verify(completion: str, answer: str) -> float:
     """1.0 if the completion's last box, else the number after its last ####, equals the answer."""
-    gold = read_gold(answer) if isinstance(answer, str) else gold_answer(answer)
+    golds = gold_answer(answer).split(OR)
     text = last_answer(completion) if isinstance(completion, str) else None
-    if text is None:
-        return 0.0
     budget.seconds = CPU_SECONDS
     try:
-        return float(any(equivalent(normalize(one), normalize(text)) for one in gold.split(OR)))
+        return float(any(text and equivalent(normalize(one), normalize(text)) for one in golds))
     except TimeoutError:
-        library["timeouts"] += 1
         return 0.0
 
 
@@ -1007,7 +938,8 @@ def load_rows(source, split):
         raise BadInput(f"{path} has {len(rows)} rows of {columns}; needed: question|problem|prompt")
     for number, row in enumerate(rows, 1):
         row["question"] = row.get(column)
-        row.setdefault("answer", row.get("solution"))
+        if row.get("answer") is None:
+            row["answer"] = row.get("solution")
         try:
             text = "".join(turn["content"] for turn in as_chat(row["question"]))
             assert text.encode().strip()  # raises for a lone surrogate
@@ -1017,8 +949,9 @@ def load_rows(source, split):
     return rows
 
 
-def readable_golds(rows, source):
-    """The rows with an answer that verify can read. BadInput where a tenth of them have none."""
+def readable_golds(rows, source, at_least=0):
+    """The rows with an answer that verify can read. BadInput where a tenth of them have none, or
+    where fewer than at_least are left."""
     readable = []
     reasons = []
     for row in rows:
@@ -1030,7 +963,10 @@ def readable_golds(rows, source):
         share = f"{len(reasons)} of {len(rows)} rows"
         found = f"{source}: {share} lack a readable answer ({reasons[0]})"
         if len(reasons) * 10 >= len(rows):
-            raise BadInput(f"{found}; columns: {list(rows[0])}, needed: answer or solution")
+            columns = [name for name in rows[0] if name != "prompt_ids"]
+            raise BadInput(f"{found}; columns: {columns}, needed: answer or solution")
+        if len(readable) < at_least:
+            raise BadInput(f"{found}; the others are fewer than --prompts_per_step {at_least}")
         say(f"{found}: dropped")
     return readable
 
@@ -1077,6 +1013,8 @@ class Run:
         self.script = Path(script)
         self.folder = Path(args.output_dir or f"runs/{self.script.stem}")
         self.rank, self.processes = world()
+        # No gradients in an evaluation: four times training's rows.
+        self.eval_rows = 4 * args.prompts_per_step * args.group_size // self.processes
         check_flags(args, self.processes)
         self.config = {"script": self.script.stem, **vars(args), "date": PROMPT_DATE}
         for key in "model", "dataset", "eval_dataset":
@@ -1126,7 +1064,8 @@ class Run:
             copy = self.folder / self.script.name
             if copy.exists() and copy.read_text("utf-8") != self.script.read_text("utf-8"):
                 say(f"{copy.name} was edited: the run's copy of it is replaced")
-        other = [f"{key[5:]}-{self.config[key]}" for key in EVALUATION if key in changed]
+        settings = EVALUATION + (() if self.args.steps > 0 else ("temperature", "max_new_tokens"))
+        other = [f"{k}-{self.config[k]}".removeprefix("eval_") for k in settings if k in changed]
         if "eval_dataset" in changed:
             held_out = self.args.eval_dataset or self.args.dataset
             other[0] = held_out.removesuffix(".jsonl").strip("./").replace("/", "_")

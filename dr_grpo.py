@@ -121,8 +121,7 @@ def compute_weights(batch, args):
 def compute_reward(text, problem, length):
     """1.0 if the last \\boxed{} of the response equals the answer, else 0.0. Put your own here.
 
-    problem holds every column of the data's row; length is the number of response tokens, the
-    stop token included.
+    problem holds every column of the data's row; length counts tokens, the stop token too.
     """
     return verify(text, problem["answer"])
 
@@ -365,15 +364,14 @@ def evaluate(model, tokenizer, problems, args, run):
     if args.eval_temperature is not None:
         args = replace(args, temperature=args.eval_temperature)
     n = args.eval_samples if args.temperature > 0 else 1
-    rows = 4 * args.prompts_per_step * args.group_size  # no gradients: four times training's rows
-    samples = min(n, rows)
+    samples = min(n, run.eval_rows)
     numbers = run.share(range(len(problems)))
     streams = [random_stream(args.seed, "evaluation", i) for i in numbers]
     problems = run.share(problems)
-    size = rows // samples
+    size = run.eval_rows // samples
     for start in range(0, len(problems), size):
         chunk = slice(start, start + size)
-        for done in range(0, n, samples):  # once, unless --eval_samples is larger than rows
+        for done in range(0, n, samples):  # once, unless --eval_samples exceeds the rows
             count = min(samples, n - done)
             batch = rollout(model, tokenizer, problems[chunk], count, args, streams[chunk])
             run.add_samples(problems[chunk], batch, grade(batch, problems[chunk]))
@@ -413,7 +411,8 @@ def summarize(batch, sums, step, args, run):
 def load_problems(tokenizer, args):
     """Training and held-out problems: rows of the data, each with its "prompt_ids"."""
     train, held_out = load_splits(tokenizer, args)
-    train = readable_golds(train, args.dataset)  # delete these two lines together with verify
+    # Delete these two lines together with verify.
+    train = readable_golds(train, args.dataset, args.prompts_per_step)
     held_out = readable_golds(held_out, args.eval_dataset or args.dataset)
     return train, held_out[: args.eval_problems]
 

@@ -499,8 +499,9 @@ def test_large_seeds_are_seeds_too():
 class Notes:
     """As much of a Run as evaluate needs."""
 
-    def __init__(self):
+    def __init__(self, eval_rows=256):
         self.rewards = []
+        self.eval_rows = eval_rows
 
     def share(self, items):
         return items
@@ -546,7 +547,7 @@ def test_an_evaluation_decodes_four_times_the_rows_of_training(
 
     monkeypatch.setattr(grpo, "rollout", rollout)
     args = arguments(prompts_per_step=P, group_size=G, eval_samples=samples)
-    grpo.evaluate(*tiny, encoded(tiny[1], ["1+2="] * problems), args, Notes())
+    grpo.evaluate(*tiny, encoded(tiny[1], ["1+2="] * problems), args, Notes(4 * P * G))
     assert shapes == expected
     assert all(prompts * samples <= 4 * P * G for prompts, samples in shapes)
 
@@ -557,7 +558,7 @@ def test_an_evaluation_in_other_chunks_is_the_same(tiny, tmp_path):
     problems = encoded(tokenizer, QUESTIONS)
     results = []
     for P in 1, 8:
-        notes = Notes()
+        notes = Notes(4 * P * 2)
         args = arguments(prompts_per_step=P, group_size=2, eval_samples=4)
         grpo.evaluate(model, tokenizer, problems, args, notes)
         results.append(notes.rewards)
