@@ -963,7 +963,7 @@ def readable_golds(rows, source, at_least=0):
         share = f"{len(reasons)} of {len(rows)} rows"
         found = f"{source}: {share} lack a readable answer ({reasons[0]})"
         if len(reasons) * 10 >= len(rows):
-            columns = [name for name in rows[0] if name != "prompt_ids"]
+            columns = [k for k, x in rows[0].items() if x is not None and k != "prompt_ids"]
             raise BadInput(f"{found}; columns: {columns}, needed: answer or solution")
         if len(readable) < at_least:
             raise BadInput(f"{found}; the others are fewer than --prompts_per_step {at_least}")

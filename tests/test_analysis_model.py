@@ -198,7 +198,7 @@ def test_command(command, columns, tmp_path, capsys):
         flags += ["--problems", "3"]
     analysis.main([name, *flags])
     printed = capsys.readouterr().out
-    assert columns in printed and "|---|" in printed and "\nClaim" in printed
+    assert columns in printed and "|---|" in printed and "\nFrom the papers. Claim" in printed
     assert "nan" not in printed.lower()
     picture = (tmp_path / "picture.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
