@@ -902,7 +902,7 @@ def load_rows(source, split):
     """The rows of a split as dicts with all their columns, "question" and "answer" filled in.
 
     The question is the column question, problem or prompt: a text, or a list of chat messages. The
-    answer is answer or solution, else None. An empty list where a test split does not exist.
+    answer is answer or solution, if any. An empty list where a test split does not exist.
     Raises BadInput, naming the file and line, for what cannot be read.
     """
     if split == "test":
@@ -938,8 +938,8 @@ def load_rows(source, split):
         raise BadInput(f"{path} has {len(rows)} rows of {columns}; needed: question|problem|prompt")
     for number, row in enumerate(rows, 1):
         row["question"] = row.get(column)
-        if row.get("answer") is None:
-            row["answer"] = row.get("solution")
+        if row.get("answer") is None and "solution" in row:
+            row["answer"] = row["solution"]
         try:
             text = "".join(turn["content"] for turn in as_chat(row["question"]))
             assert text.encode().strip()  # raises for a lone surrogate
@@ -956,14 +956,14 @@ def readable_golds(rows, source, at_least=0):
     reasons = []
     for row in rows:
         try:
-            readable.append(row | {"answer": gold_answer(row["answer"])})
+            readable.append(row | {"answer": gold_answer(row.get("answer"))})
         except BadInput as error:
             reasons.append(f"{str(row['question'])[:60]!r}: {error}")
     if reasons:
         share = f"{len(reasons)} of {len(rows)} rows"
         found = f"{source}: {share} lack a readable answer ({reasons[0]})"
         if len(reasons) * 10 >= len(rows):
-            columns = [k for k, x in rows[0].items() if x is not None and k != "prompt_ids"]
+            columns = [name for name in rows[0] if name != "prompt_ids"]
             raise BadInput(f"{found}; columns: {columns}, needed: answer or solution")
         if len(readable) < at_least:
             raise BadInput(f"{found}; the others are fewer than --prompts_per_step {at_least}")
@@ -1193,7 +1193,7 @@ class Run:
         lengths = batch.mask.sum(1).tolist()
         for i, problem in enumerate(problems):
             if not self.lines or self.lines[-1][0] is not problem:
-                line = {"question": problem["question"], "answer": problem["answer"]}
+                line = {"question": problem["question"], "answer": problem.get("answer")}
                 self.lines.append((problem, line | {"samples": [], "rewards": [], "lengths": []}))
             line = self.lines[-1][1]
             line["samples"] += batch.texts[i * n : (i + 1) * n]

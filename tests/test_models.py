@@ -309,8 +309,12 @@ def test_a_loaded_state_goes_on_with_another_learning_rate(dtype, tmp_path):
                 optimizer = Float32AdamW(model, parse("--learning_rate", 1e-2))
                 optimizer.load_state_dict(common.load_state(tmp_path))
                 (tmp_path / "optimizer.pt").unlink()  # nothing stays mapped from it
+            before = optimizer.masters[0].clone()
             (step * model.weight).square().sum().backward()
-            optimizer.step(1e-3 if step < 3 else 1e-2)
+            learning_rate = 1e-3 if step < 3 else 1e-2
+            optimizer.step(learning_rate)
+            moved = (before - optimizer.masters[0]).mean().item() / learning_rate
+            assert 0.9 < moved < 1.5  # of Adam under gradients that grow a little
         states.append(snapshot(optimizer))
     assert all(map(torch.equal, *states))
 
@@ -401,7 +405,7 @@ def test_tied_heads_stay_tied(tmp_path):
     ids = torch.arange(20).view(2, 10)
     token_logps_and_entropies(model, ids, torch.ones_like(ids), 5)[0].sum().backward()
     optimizer.step(0.1)
-    common.save_model(model, tokenizer, tmp_path / "checkpoint-1")
+    common.write_checkpoint(tmp_path, 1, model, tokenizer, optimizer.state_dict())
     again, _ = load_model(str(tmp_path / "checkpoint-1"), "cpu")
     for net in model, again:
         assert net.get_output_embeddings().weight is net.get_input_embeddings().weight
@@ -416,7 +420,7 @@ def test_the_saved_generation_config_is_the_models_own(tmp_path):
     folders = [TINY, tiny_with(tmp_path / "odd", generation_config__json=json.dumps(odd))]
     for number, folder in enumerate(folders, 1):
         model, tokenizer = load_model(str(folder), "cpu")
-        common.save_model(model, tokenizer, tmp_path / f"checkpoint-{number}")
+        common.write_checkpoint(tmp_path, number, model, tokenizer, {})
         settings = []
         for path in folder, tmp_path / f"checkpoint-{number}":
             saved = json.loads(Path(path, "generation_config.json").read_text())
@@ -700,11 +704,11 @@ def test_adapters_on_gpt2(data, gpt2, tmp_path):
     flags = ["--model", gpt2, "--instruction", "", "--max_prompt_tokens", 32, "--warmup_steps", 0]
     run(data, tmp_path, *LORA, *flags, "--steps", 2, "--no_gradient_checkpointing", "--beta", 0.04)
     folder = str(tmp_path / "checkpoint-2")
-    model, tokenizer = load_model(folder, "cpu", trainable=False)
+    model, _ = load_model(folder, "cpu", trainable=False)
     for layer in layers(model).values():
         torch.nn.init.normal_(layer.lora_B["default"].weight)  # whatever the run's rewards were
     assert len(layers(model)) == 2 * 4
-    common.save_model(model, tokenizer, tmp_path / "merged")
+    common.save_model(model, tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     base, _ = load_model(gpt2, "cpu")
     ids = torch.arange(16).view(2, 8)

@@ -261,7 +261,7 @@ def test_a_model_that_rollout_cannot_use_ends_in_a_sentence(
 def test_a_cache_that_forgets_later_ends_the_first_step(tiny, data, tmp_path, monkeypatch):
     """Fault: as above, for one that a glance at the start does not find."""
     model = with_decoder(tiny, Forgets, 6)
-    with pytest.raises(BadInput, match="^sampling and training disagree on log-probs by [0-9.]+ on"):
+    with pytest.raises(BadInput, match="^sampling and training disagree on log-probs by "):
         start(monkeypatch, tiny, model, data, tmp_path)
     (line,) = training_lines(tmp_path)
     assert line["step"] == 1 and line["sampling_logp_diff"] > 0.1

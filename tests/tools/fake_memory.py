@@ -1,6 +1,6 @@
 """Peak memory of one update of Qwen2.5-3B on a GPU, computed without a GPU and without weights.
 
-    python tests/tools/fake_memory.py [--rows 12 --prompt 256 --response 1024]
+    python tests/tools/fake_memory.py [--rows 12 --lora_rank 0 32]
 
 The update's own code runs on fake tensors (torch's FakeTensorMode: sizes and types without data),
 and torch's MemTracker adds up the bytes of those that are alive. They are fake CPU tensors, since
@@ -15,13 +15,13 @@ start, as in every update but the first. It takes three minutes.
 import argparse
 import sys
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import common
 import grpo
 import peft
 import torch
-from peft.tuners.lora import LoraLayer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -30,6 +30,13 @@ QWEN_3B = dict(
     vocab_size=151_936, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36,
     num_attention_heads=16, num_key_value_heads=2, tie_word_embeddings=True,
     max_position_embeddings=32768)  # fmt: skip
+
+
+class Tracker(MemTracker):
+    """Without hooks on the weights: frozen ones take none, and gradients are counted anyway."""
+
+    def _track_module_params_and_buffers(self, module, install_grad_hooks=True):
+        return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
 
 
 class Norm:
@@ -55,9 +62,9 @@ def make_model(args):
         model.requires_grad_(False)
         config = peft.LoraConfig(
             r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear")
-        # The adapters are where they belong, and fake ones cannot be moved.
-        LoraLayer._move_adapter_to_device_of_base_layer = lambda *given, **more: None
-        peft.inject_adapter_in_model(config, model)
+        # The adapters are where they belong, and fake tensors refuse to be moved.
+        with mock.patch.object(torch.nn.Module, "to", lambda self, *given, **more: self):
+            peft.inject_adapter_in_model(config, model)
     torch.set_default_dtype(torch.float32)
     model.activation_checkpointing_enable()
     return model.train()
@@ -72,7 +79,7 @@ def run(args, sizes):
     moments = []
     for state in optimizer.adamw.state.values():
         moments += [state["exp_avg"], state["exp_avg_sq"]]
-    tracker = MemTracker()
+    tracker = Tracker()
     tracker.track_external(model, *optimizer.masters, *moments)
     ids = torch.ones(rows, prompt + response, dtype=torch.long)
     mask = torch.ones(rows, response, dtype=torch.bool)
@@ -100,6 +107,7 @@ def main():
     parser.add_argument("--rows", type=int, default=12)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--response", type=int, default=1024)
+    parser.add_argument("--lora_rank", type=int, nargs="*", default=[0, 32])
     given = parser.parse_args()
 
     def clip(*arguments, real=torch.nn.utils.clip_grad_norm_):
@@ -110,7 +118,7 @@ def main():
     common.project = project
     common.CHUNK_TOKENS["cpu"] = common.CHUNK_TOKENS["cuda"]
     print("| | weights, GB | peak of the micro-batches | with the step |\n|---|---|---|---|")
-    for rank in 0, 32:
+    for rank in given.lora_rank:
         args = common.parse_args(grpo.Args, grpo.TINY, ["--model", "?", "--lora_rank", str(rank)])
         with FakeTensorMode(allow_non_fake_inputs=True):
             found = run(args, (given.rows, given.prompt, given.response))
