@@ -405,7 +405,7 @@ def test_tied_heads_stay_tied(tmp_path):
     ids = torch.arange(20).view(2, 10)
     token_logps_and_entropies(model, ids, torch.ones_like(ids), 5)[0].sum().backward()
     optimizer.step(0.1)
-    common.write_checkpoint(tmp_path, 1, model, tokenizer, optimizer.state_dict())
+    common.save_model(model, tokenizer, tmp_path / "checkpoint-1")
     again, _ = load_model(str(tmp_path / "checkpoint-1"), "cpu")
     for net in model, again:
         assert net.get_output_embeddings().weight is net.get_input_embeddings().weight
@@ -420,7 +420,7 @@ def test_the_saved_generation_config_is_the_models_own(tmp_path):
     folders = [TINY, tiny_with(tmp_path / "odd", generation_config__json=json.dumps(odd))]
     for number, folder in enumerate(folders, 1):
         model, tokenizer = load_model(str(folder), "cpu")
-        common.write_checkpoint(tmp_path, number, model, tokenizer, {})
+        common.save_model(model, tokenizer, tmp_path / f"checkpoint-{number}")
         settings = []
         for path in folder, tmp_path / f"checkpoint-{number}":
             saved = json.loads(Path(path, "generation_config.json").read_text())
@@ -704,11 +704,11 @@ def test_adapters_on_gpt2(data, gpt2, tmp_path):
     flags = ["--model", gpt2, "--instruction", "", "--max_prompt_tokens", 32, "--warmup_steps", 0]
     run(data, tmp_path, *LORA, *flags, "--steps", 2, "--no_gradient_checkpointing", "--beta", 0.04)
     folder = str(tmp_path / "checkpoint-2")
-    model, _ = load_model(folder, "cpu", trainable=False)
+    model, tokenizer = load_model(folder, "cpu", trainable=False)
     for layer in layers(model).values():
         torch.nn.init.normal_(layer.lora_B["default"].weight)  # whatever the run's rewards were
     assert len(layers(model)) == 2 * 4
-    common.save_model(model, tmp_path / "merged")
+    common.save_model(model, tokenizer, tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     base, _ = load_model(gpt2, "cpu")
     ids = torch.arange(16).view(2, 8)
