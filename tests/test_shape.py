@@ -8,7 +8,6 @@ import io
 import re
 import tokenize
 
-import pytest
 from conftest import ROOT, SCRIPTS, every_script
 
 # What a reader meets, in this order, before "# --- machinery ---".
