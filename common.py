@@ -35,7 +35,7 @@ from datasets import load_dataset
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import DynamicCache, HfArgumentParser, PreTrainedConfig, logging
@@ -362,10 +362,14 @@ def local_rank_0_first():
         dist.barrier()
 
 
+BUCKET = 2**20  # smaller weights are put together, since each collective takes milliseconds
+
+
 class Float32AdamW:
     """AdamW on float32 copies of the trainable weights, sharded if there are several processes.
 
-    In bf16, 1 + 1e-6 rounds to 1. The copies of float32 weights share their storage.
+    In bf16, 1 + 1e-6 rounds to 1. A copy, flat, holds one large weight or a bucket of small ones;
+    that of a large float32 weight shares its storage.
     """
 
     def __init__(self, model, args):
@@ -373,29 +377,33 @@ class Float32AdamW:
         self.weights = [weight for weight in model.parameters() if weight.requires_grad]
         if not self.weights:  # with --steps 0
             return
+        self.buckets = make_buckets(self.weights)
         self.mesh = None
         if dist.is_initialized():
             self.mesh = init_device_mesh(self.weights[0].device.type, (dist.get_world_size(),))
-        self.masters = [self.shard(weight.detach().float()) for weight in self.weights]
-        self.grads = [None] * len(self.weights)  # whole, float32, summed over micro-batches
-        for i, weight in enumerate(self.weights):
-            weight.register_post_accumulate_grad_hook(functools.partial(self.collect, i))
+        self.masters = [self.shard(flat(bucket)) for bucket in self.buckets]
+        self.grads = {}  # by weight: whole, float32, summed over micro-batches
+        for weight in self.weights:
+            weight.register_post_accumulate_grad_hook(self.collect)
         self.adamw = torch.optim.AdamW(self.masters, args.learning_rate, weight_decay=0, fused=True)
         self.copy_to_weights()  # rank 0's, so that all processes start alike
 
     def shard(self, tensor):
-        """This process' part of a tensor as a DTensor; for a single process the tensor itself."""
-        if self.mesh is None:
-            return tensor
-        return distribute_tensor(tensor, self.mesh, [Shard(0) if tensor.ndim else Replicate()])
+        """This process' part of a flat tensor; for a single process the tensor itself."""
+        return tensor if self.mesh is None else distribute_tensor(tensor, self.mesh, [Shard(0)])
 
-    def collect(self, i, weight):
+    def collect(self, weight):
         """Take a micro-batch's gradient as soon as it is complete, and free the model's."""
-        if self.grads[i] is None:
-            self.grads[i] = weight.grad.float()
+        if weight in self.grads:
+            self.grads[weight].add_(weight.grad)  # bf16 into float32, without a float32 copy of it
         else:
-            self.grads[i].add_(weight.grad)  # bf16 into float32, without a float32 copy of it
+            self.grads[weight] = weight.grad.float()
         weight.grad = None
+
+    def take_grad(self, weight):
+        """The weight's gradient, which is kept no longer; zeros if it took no part."""
+        grad = self.grads.pop(weight, None)
+        return torch.zeros_like(weight) if grad is None else grad
 
     @torch.no_grad()
     def step(self, learning_rate, skip=False):
@@ -404,19 +412,15 @@ class Float32AdamW:
         No weight changes if the norm is not finite, or if all processes ask to skip: then the
         norm is 0. No collective runs before this, so processes may have unequal micro-batches.
         """
-        grads = self.grads
-        self.grads = [None] * len(grads)
         if self.mesh is not None:  # decided together: the others would wait for one that skips
             all_skip = torch.tensor(float(skip), device=self.weights[0].device)
             dist.all_reduce(all_skip, dist.ReduceOp.MIN)
             skip = all_skip.item() == 1
         if skip:
+            self.grads = {}
             return 0.0
-        for i, (master, weight) in enumerate(zip(self.masters, self.weights)):
-            grad = grads[i]
-            grads[i] = None  # freed one by one, as their shards take their place
-            if grad is None:  # the weight took no part
-                grad = torch.zeros_like(weight, dtype=torch.float32)
+        for bucket, master in zip(self.buckets, self.masters):
+            grad = flat([self.take_grad(weight) for weight in bucket])  # freed bucket by bucket
             if self.mesh is not None:  # a reduce-scatter: the mean, of which each keeps its shard
                 grad = DTensor.from_local(grad, self.mesh, [Partial("avg")], run_check=False)
                 grad = grad.redistribute(placements=master.placements)
@@ -433,8 +437,10 @@ class Float32AdamW:
     @torch.no_grad()
     def copy_to_weights(self):
         """Round the float32 weights into the model's."""
-        for weight, master in zip(self.weights, self.masters):
-            weight.copy_(whole(master.to(weight.dtype)))  # rounded first: half the traffic
+        for bucket, master in zip(self.buckets, self.masters):
+            rounded = whole(master.to(bucket[0].dtype))  # rounded first: half the traffic
+            for weight, new in zip(bucket, rounded.split([weight.numel() for weight in bucket])):
+                weight.copy_(new.view_as(weight))
 
     def state_dict(self):
         """The float32 weights and Adam's moments, gathered one tensor at a time to rank 0's CPU."""
@@ -453,6 +459,24 @@ class Float32AdamW:
                 moments[name] = self.shard(moments[name].to(self.weights[0].device, copy=True))
         self.adamw.load_state_dict(state["adamw"])
         self.copy_to_weights()
+
+
+def make_buckets(weights):
+    """Lists of weights of one dtype: a large one alone, small ones up to BUCKET elements."""
+    buckets = [[]]
+    for weight in sorted(weights, key=lambda weight: (str(weight.dtype), weight.numel())):
+        others = buckets[-1]
+        size = weight.numel() + sum(other.numel() for other in others)
+        if others and (size > BUCKET or weight.dtype != others[0].dtype):
+            buckets.append([])
+        buckets[-1].append(weight)
+    return buckets
+
+
+def flat(tensors):
+    """Tensors end to end in float32; a single one shares its storage where it can."""
+    parts = [tensor.detach().float().flatten() for tensor in tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def whole(tensor):
@@ -832,8 +856,6 @@ def verify_timeouts():
 def gold_answer(raw):
     """What verify compares with, of a dataset's answer column: of a solution the last box or what
     stands after ####; a list, also written as a string, holds alternatives. BadInput: no answer."""
-    if not hasattr(os, "fork"):
-        raise BadInput("the verifier needs Linux or macOS")
     text = raw.strip() if isinstance(raw, str) else ""
     if len(text) <= MAX_CHARS and PLAIN.fullmatch(normalize(text)):
         return text
@@ -1126,15 +1148,19 @@ class Run:
         return everything
 
     def total(self, value):
-        """The sum of a number over all processes."""
-        return sum(self.gather([value]))
+        """The sum of a number, or of each number in a list, over all processes."""
+        sums = torch.tensor(value, dtype=torch.float64)
+        if self.processes > 1:
+            dist.all_reduce(sums)
+        return type(value)(sums.tolist())  # int, float or list
 
     def mean(self, values, count=1):
         """The mean of a tensor over all processes, or of a number that is a sum of count values."""
         if torch.is_tensor(values):
             count = values.numel()
             values = values.double().sum().item()
-        return self.total(values) / max(1, self.total(count))
+        values, count = self.total([values, count])
+        return values / max(1, count)
 
     def tick(self, name):
         """Note the seconds since the last tick, to be logged as seconds_<name>."""

@@ -395,10 +395,11 @@ def summarize(batch, sums, step, args, run):
         "truncated_frac": run.mean(~batch.finished),
         "entropy": run.mean(batch.entropies[batch.mask]),
         "sampling_logp_diff": run.mean(difference[batch.mask]),
-        "loss": run.mean(sums["loss"]),
-        "grad_norm": sums["grad_norm"],
-        "clip_frac": run.mean(sums["clip_frac"], tokens),
-        "kl": None if batch.ref_logps is None else run.mean(sums["kl"], tokens),
+        "loss": run.mean(sums.pop("loss")),
+        "grad_norm": sums.pop("grad_norm"),
+        "clip_frac": None,
+        "kl": None,  # without a reference
+        **{name: run.mean(value, tokens) for name, value in sums.items()},  # of policy_loss
         "learning_rate": learning_rate(step, args),
         "tokens": run.total(tokens),
     }

@@ -294,6 +294,29 @@ def test_50_weights_that_are_not_finite_are_one_sentence(data, tmp_path, tiny):
 # --- what a run leaves ---
 
 
+def test_a_metric_of_ones_own_is_logged(data, tmp_path, monkeypatch):
+    """Fault: what policy_loss returns beside its own metrics is lost without a word."""
+    policy_loss = grpo.policy_loss
+
+    def with_metric(logps, *others):
+        loss, metrics = policy_loss(logps, *others)
+        mask = others[-2]
+        return loss, metrics | {"mean_logp": logps.detach().where(mask, 0.0).sum() / mask.sum()}
+
+    monkeypatch.setattr(grpo, "policy_loss", with_metric)
+    # Two updates: the mean over both. The micro-batches are uneven: the mean is over tokens.
+    flags = ["--micro_batch_tokens", 60, "--updates_per_rollout", 2, "--learning_rate", 0]
+    run(data, tmp_path, "--steps", 1, *flags, *QUICK)
+    (row,) = training_lines(tmp_path)
+    assert row["mean_logp"] < 0
+    batches = []
+    update = grpo.update
+    monkeypatch.setattr(grpo, "update", lambda *given: (update(*given), batches.append(given[2]))[0])
+    run(data, tmp_path / "again", "--steps", 1, *flags, *QUICK)
+    batch = batches[0]
+    assert row["mean_logp"] == pytest.approx(batch.old_logps[batch.mask].mean().item(), rel=1e-5)
+
+
 def test_metrics_have_the_keys_of_the_documentation(finished):
     """Fault: a metric is missing, has another name, or is not JSON."""
     rows = read_jsonl(finished / "metrics.jsonl")

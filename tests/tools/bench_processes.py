@@ -1,10 +1,13 @@
 """Seconds per step of two one-thread processes beside one, on the tiny recipe.
 
-    python tests/tools/bench_processes.py [--steps 6 --rounds 3]
+    python tests/tools/bench_processes.py [--steps 24 --rounds 3]
 
-One and two gloo processes by torchrun, in alternating rounds: wall-clock seconds, since that is
-what a second process buys; the median of the steps after the first. It needs two idle cores: beside
-other work the ratio says nothing. Both ways draw the same responses.
+One and two gloo processes by torchrun, in alternating rounds. Rollout and update are medians over
+the steps after the second; a step is the mean wall-clock time of them, logging included. Both ways
+draw the same responses. Two cores may be less than twice one (shared caches, two threads of one
+core), so two independent runs side by side are measured too: what they do together in a second,
+beside what one does alone, is the most that two processes could reach. It needs two idle cores:
+beside other work the ratio says nothing.
 """
 
 import argparse
@@ -14,49 +17,78 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "tests" / "tiny" / "train.jsonl"  # a file alone has no held-out problems
 
 
-def measure(script, processes, steps):
-    """(seconds of rollout, of the update, of both) per step, and the tokens of all steps."""
-    with tempfile.TemporaryDirectory() as out:
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            "--nproc-per-node", str(processes), str(ROOT / f"{script}.py"), "--output_dir", out,
-            "--dataset", str(TRAIN), "--steps", str(steps), "--save_every", "10000"]  # fmt: skip
+class Timed:
+    """A run whose log is watched as it is written."""
+
+    def __init__(self, script, processes, steps):
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name, "metrics.jsonl")
+        self.times = []
+        command = [sys.executable]
+        if processes > 1:
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc-per-node", str(processes)]
+        command += [str(ROOT / f"{script}.py"), "--output_dir", self.folder.name, "--dataset"]
+        command += [str(TRAIN), "--steps", str(steps), "--save_every", "10000"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        if done.returncode:
-            sys.exit(done.stderr[-2000:])
-        lines = [json.loads(line) for line in open(f"{out}/metrics.jsonl")]
-    rollout = [line["seconds_rollout"] for line in lines[1:]]
-    update = [line["seconds_update"] for line in lines[1:]]
-    both = [a + b for a, b in zip(rollout, update)]
-    tokens = [line["tokens"] for line in lines]
-    return [statistics.median(times) for times in (rollout, update, both)], tokens
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+
+    def read(self):
+        """Note when new lines were found; False once the run has ended."""
+        lines = self.path.read_text().count("\n") if self.path.exists() else 0
+        if not self.times or lines > self.times[-1][1]:
+            self.times.append((time.perf_counter(), lines))
+        return self.process.poll() is None
+
+    def result(self):
+        """(seconds of rollout, of the update, of the whole step), and the tokens of all steps."""
+        if self.process.wait():
+            sys.exit(self.process.stderr.read()[-2000:])
+        lines = [json.loads(line) for line in self.path.read_text().splitlines()][2:]
+        parts = [[line[f"seconds_{name}"] for line in lines] for name in ("rollout", "update")]
+        start, first = next((time, done) for time, done in self.times if done >= 2)
+        end, last = self.times[-1]
+        seconds = [statistics.median(part) for part in parts] + [(end - start) / (last - first)]
+        return seconds, [line["tokens"] for line in lines]
+
+
+def measure(script, steps, *processes):
+    """The results of runs that are started together, each with so many processes."""
+    runs = [Timed(script, count, steps) for count in processes]
+    while any([run.read() for run in runs]):
+        time.sleep(0.05)  # a closer look would take a core from them
+    return [run.result() for run in runs]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--script", default="grpo")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    found = {1: [], 2: []}
-    tokens = {}
+    rounds = []
     for _ in range(args.rounds):
-        for processes in found:
-            seconds, tokens[processes] = measure(args.script, processes, args.steps)
-            found[processes].append(seconds)
-    print("| | one process, s | two processes, s | speed-up |\n|---|---|---|---|")
+        one = measure(args.script, args.steps, 1)
+        two = measure(args.script, args.steps, 2)
+        beside = measure(args.script, args.steps, 1, 1)
+        assert one[0][1] == two[0][1], "one and two processes drew different responses"
+        slower = [statistics.mean(pair) for pair in zip(beside[0][0], beside[1][0])]
+        rounds.append((one[0][0], two[0][0], slower))
+    print("| | one process, s | two processes, s | speed-up | at most |\n|---|---|---|---|---|")
     for i, name in enumerate(["rollout", "update", "step"]):
-        one, two = [statistics.median(seconds[i] for seconds in found[n]) for n in found]
-        ratio = statistics.median(a[i] / b[i] for a, b in zip(found[1], found[2]))
-        print(f"| {name} | {one:.2f} | {two:.2f} | {ratio:.2f} |")
-    print(f"\ntokens per step: {tokens[1]} and {tokens[2]}")
+        one = statistics.median(a[i] for a, _, _ in rounds)
+        two = statistics.median(b[i] for _, b, _ in rounds)
+        ratio = statistics.median(a[i] / b[i] for a, b, _ in rounds)
+        most = statistics.median(2 * a[i] / c[i] for a, _, c in rounds)
+        print(f"| {name} | {one:.2f} | {two:.2f} | {ratio:.2f} | {most:.2f} |")
 
 
 if __name__ == "__main__":
