@@ -484,7 +484,8 @@ def draw_map(options):
         rows.append([row, column, len(group), *cells[row, column].values()])
     caption = (
         "Means over seeds. Collapse: a run ends over a point below half of its best accuracy. "
-        "Steps to half of the final accuracy are those of the others."
+        "The others: steps until the training reward, as a mean over up to "
+        f"{SMOOTH} steps, is half of the final accuracy."
     )
     header = ["base (accuracy) and G", "algorithm", "seeds", *MAP_PANELS.values()]
     return [(caption, header + ["zero-variance groups"], rows)], plot_map(cells)
@@ -506,8 +507,8 @@ def summarize_cell(logs):
         accuracies = [line["eval_accuracy"] for line in log.evals]
         finals.append(accuracies[-1])
         if accuracies[-1] >= max(accuracies) / 2 - 0.01:
-            half = [line for line in log.evals if line["eval_accuracy"] >= accuracies[-1] / 2]
-            halves.append(half[0]["step"])
+            rewards = read_series(log, "reward")
+            halves.append(next((x for x in rewards if rewards[x] >= accuracies[-1] / 2), None))
     return {
         "accuracy": mean(finals),
         "half": mean(halves),

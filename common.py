@@ -277,7 +277,7 @@ def check_model(model, problems, args):
     largest = max((max(problem["prompt_ids"]) for problem in problems), default=0)
     if largest >= known:
         raise BadInput(f"a prompt contains token id {largest}, but {args.model} knows only {known}")
-    # The plain model beside what rollout does, here with two columns of padding and a cached token.
+    # Compare the plain model with what rollout does: here two columns of padding, a cached token.
     ids = torch.arange(1, 9, device=model.device)[None]
     mask = (ids > 2).long()
     try:
@@ -315,7 +315,7 @@ def check_sampling(batch):
 
 
 def check_rewards(rewards):
-    """Raise BadInput for what compute_reward returned and is not a finite number."""
+    """Raise BadInput if compute_reward returned anything but a finite number."""
     for reward in rewards:
         try:
             finite = math.isfinite(reward)
@@ -326,7 +326,7 @@ def check_rewards(rewards):
 
 
 def check_shapes(advantages, weights, mask):
-    """Raise BadInput for a result of the algorithm that is not (B, T), as the mask."""
+    """Raise BadInput if a result of the algorithm does not have the mask's shape, (B, T)."""
     for name, x in ("compute_advantages", advantages), ("compute_weights", weights):
         found = f"shape {tuple(x.shape)}" if torch.is_tensor(x) else repr(x)
         if found != f"shape {tuple(mask.shape)}":
@@ -347,7 +347,7 @@ def start_process(device):
     if find_device(device).type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # or all processes take the first GPU
         backend = "cpu:gloo,cuda:nccl"
-    # Others wait while one decodes, verifies, downloads or saves, which may take long.
+    # Others wait while one decodes, verifies, downloads or saves, which may take a long time.
     dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
 
 
@@ -362,14 +362,14 @@ def local_rank_0_first():
         dist.barrier()
 
 
-BUCKET = 2**20  # smaller weights are put together, since each collective takes milliseconds
+BUNDLE = 2**20  # elements; smaller weights share one, since each collective takes milliseconds
 
 
 class Float32AdamW:
     """AdamW on float32 copies of the trainable weights, sharded if there are several processes.
 
-    In bf16, 1 + 1e-6 rounds to 1. A copy, flat, holds one large weight or a bucket of small ones;
-    that of a large float32 weight shares its storage.
+    In bf16, 1 + 1e-6 rounds to 1. Each copy is a flat tensor: one large weight, or a bundle of
+    small ones. In a single process the copy of a large float32 weight shares its storage.
     """
 
     def __init__(self, model, args):
@@ -377,11 +377,11 @@ class Float32AdamW:
         self.weights = [weight for weight in model.parameters() if weight.requires_grad]
         if not self.weights:  # with --steps 0
             return
-        self.buckets = make_buckets(self.weights)
+        self.bundles = make_bundles(self.weights)
         self.mesh = None
         if dist.is_initialized():
             self.mesh = init_device_mesh(self.weights[0].device.type, (dist.get_world_size(),))
-        self.masters = [self.shard(flat(bucket)) for bucket in self.buckets]
+        self.masters = [self.shard(flat(bundle)) for bundle in self.bundles]
         self.grads = {}  # by weight: whole, float32, summed over micro-batches
         for weight in self.weights:
             weight.register_post_accumulate_grad_hook(self.collect)
@@ -401,7 +401,7 @@ class Float32AdamW:
         weight.grad = None
 
     def take_grad(self, weight):
-        """The weight's gradient, which is kept no longer; zeros if it took no part."""
+        """Remove and return a weight's gradient; zeros if the weight took no part."""
         grad = self.grads.pop(weight, None)
         return torch.zeros_like(weight) if grad is None else grad
 
@@ -419,8 +419,8 @@ class Float32AdamW:
         if skip:
             self.grads = {}
             return 0.0
-        for bucket, master in zip(self.buckets, self.masters):
-            grad = flat([self.take_grad(weight) for weight in bucket])  # freed bucket by bucket
+        for bundle, master in zip(self.bundles, self.masters):
+            grad = flat([self.take_grad(weight) for weight in bundle])
             if self.mesh is not None:  # a reduce-scatter: the mean, of which each keeps its shard
                 grad = DTensor.from_local(grad, self.mesh, [Partial("avg")], run_check=False)
                 grad = grad.redistribute(placements=master.placements)
@@ -437,9 +437,11 @@ class Float32AdamW:
     @torch.no_grad()
     def copy_to_weights(self):
         """Round the float32 weights into the model's."""
-        for bucket, master in zip(self.buckets, self.masters):
-            rounded = whole(master.to(bucket[0].dtype))  # rounded first: half the traffic
-            for weight, new in zip(bucket, rounded.split([weight.numel() for weight in bucket])):
+        for bundle, master in zip(self.bundles, self.masters):
+            if len(bundle) == 1:
+                master = master.to(bundle[0].dtype)  # rounded first: half the traffic
+            rounded = whole(master)
+            for weight, new in zip(bundle, rounded.split([weight.numel() for weight in bundle])):
                 weight.copy_(new.view_as(weight))
 
     def state_dict(self):
@@ -452,7 +454,9 @@ class Float32AdamW:
     @torch.no_grad()
     def load_state_dict(self, state):
         """Take over a saved state, also one of another number of processes."""
-        for master, saved in zip(self.masters, state["masters"], strict=True):
+        if [saved.shape for saved in state["masters"]] != [x.shape for x in self.masters]:
+            raise BadInput("the checkpoint's optimizer.pt is of another model or version")
+        for master, saved in zip(self.masters, state["masters"]):
             master.copy_(self.shard(saved.to(master.device)))
         for moments in state["adamw"]["state"].values():
             for name in ("exp_avg", "exp_avg_sq"):  # copied: the file they are mapped from may go
@@ -461,16 +465,15 @@ class Float32AdamW:
         self.copy_to_weights()
 
 
-def make_buckets(weights):
-    """Lists of weights of one dtype: a large one alone, small ones up to BUCKET elements."""
-    buckets = [[]]
-    for weight in sorted(weights, key=lambda weight: (str(weight.dtype), weight.numel())):
-        others = buckets[-1]
-        size = weight.numel() + sum(other.numel() for other in others)
-        if others and (size > BUCKET or weight.dtype != others[0].dtype):
-            buckets.append([])
-        buckets[-1].append(weight)
-    return buckets
+def make_bundles(weights):
+    """Lists of weights: a large one alone, small ones together up to BUNDLE elements."""
+    bundles = [[]]
+    for weight in sorted(weights, key=lambda weight: weight.numel()):
+        others = bundles[-1]
+        if others and weight.numel() + sum(other.numel() for other in others) > BUNDLE:
+            bundles.append([])
+        bundles[-1].append(weight)
+    return bundles
 
 
 def flat(tensors):
@@ -480,12 +483,12 @@ def flat(tensors):
 
 
 def whole(tensor):
-    """A tensor that may be sharded, in full on every process. All processes must come here."""
+    """A tensor that may be sharded, in full on every process. All processes must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def to_rank_0(tensor):
-    """A sharded tensor in full on rank 0's CPU, None elsewhere. All processes must come here."""
+    """A sharded tensor in full on rank 0's CPU, None elsewhere. All processes must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
     tensor = whole(tensor)
@@ -614,7 +617,7 @@ def token_logps_and_entropies(model, input_ids, attention_mask, completion_len, 
     hidden = hidden[:, -completion_len:].flatten(0, 1)  # (B T, H)
     head = model.get_output_embeddings()
     scale, cap = scale_and_cap(model)
-    cap = None if cap is None else cap / temperature  # z / temperature has the cap / temperature
+    cap = None if cap is None else cap / temperature  # dividing z divides its cap too
     both = ChunkedLogps.apply(
         hidden, head.weight, head.bias, targets.flatten(), scale / temperature, cap)
     return tuple(x.view(targets.shape) for x in both)
@@ -826,7 +829,7 @@ budget = threading.local()  # .seconds that this thread's verdict may still comp
 
 @functools.lru_cache(maxsize=10_000)
 def library_equal(gold, text):
-    """Asks the worker, one question at a time. TimeoutError, which the cache does not keep."""
+    """Ask the worker, one question at a time. Raises TimeoutError, which is not cached."""
     if MISREAD.search(gold) or MISREAD.search(text):
         return False
     with library_lock:
@@ -854,8 +857,8 @@ def verify_timeouts():
 
 
 def gold_answer(raw):
-    """What verify compares with, of a dataset's answer column: of a solution the last box or what
-    stands after ####; a list, also written as a string, holds alternatives. BadInput: no answer."""
+    """The gold that verify compares with, from a dataset's answer column. Of a solution it is the
+    last box, or what follows ####; a list, or one in a string, holds alternatives. Or BadInput."""
     text = raw.strip() if isinstance(raw, str) else ""
     if len(text) <= MAX_CHARS and PLAIN.fullmatch(normalize(text)):
         return text
@@ -1162,6 +1165,15 @@ class Run:
         values, count = self.total([values, count])
         return values / max(1, count)
 
+    def means(self, sums, count):
+        """{name: mean} over all processes of sums over count values, in one collective.
+
+        A name may be missing in some processes: its sum there is 0.
+        """
+        names = sorted(set().union(*self.gather([list(sums)])))
+        *totals, count = self.total([sums.get(name, 0.0) for name in names] + [count])
+        return {name: total / max(1, count) for name, total in zip(names, totals)}
+
     def tick(self, name):
         """Note the seconds since the last tick, to be logged as seconds_<name>."""
         now = time.perf_counter()
@@ -1209,7 +1221,8 @@ class Run:
             warnings.warn("every response was cut off before its end: raise --max_new_tokens")
         if self.silent == 20 or self.silent and step == self.args.steps:
             hint = "try easier or harder problems, or a larger --group_size"
-            warnings.warn(f"{self.silent} steps without any advantage: {hint}")
+            last = "step" if self.silent == 1 else f"{self.silent} steps"
+            warnings.warn(f"no advantage at all in the last {last}: {hint}")
         if verify_timeouts():
             warnings.warn("verification timed out: the answer counts as wrong")
 

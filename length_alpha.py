@@ -134,9 +134,9 @@ def compute_reward(text, problem, length):
 
 
 def policy_loss(logps, old_logps, ref_logps, advantages, weights, mask, args):
-    """Clipped surrogate plus KL penalty, summed over (b, T) tokens; also means for the log.
+    """Clipped surrogate plus KL penalty, summed over (b, T) tokens; also metrics for the log.
 
-    It is a sum because W already contains every 1 / L and 1 / B: micro-batch losses add up.
+    W holds every 1 / L and 1 / B: micro-batch losses add up. A metric is a mean over the mask.
     """
     # Mask the inputs, not the loss: 0 * NaN from the padding is NaN in the backward pass.
     logps = logps.where(mask, 0.0)
@@ -206,7 +206,7 @@ def learning_rate(step, args):
 
 
 def update(model, optimizer, batch, advantages, weights, step, args):
-    """mu optimizer steps on one rollout; returns metric sums over tokens, averaged over steps."""
+    """mu optimizer steps on one rollout; returns means over them: loss, grad_norm, token sums."""
     check_shapes(advantages, weights, batch.mask)
     torch.cuda.empty_cache()  # the rollout's cache grew in many small pieces; no-op without a GPU
     sums = Counter()  # a name that is not there counts as 0
@@ -215,7 +215,7 @@ def update(model, optimizer, batch, advantages, weights, step, args):
         batch.entropies = torch.zeros_like(batch.sampled_logps)
     for i in range(args.updates_per_rollout):
         for rows, columns, logps, entropies in micro_batches(model, batch, args):
-            if i == 0:  # the policy has not moved since sampling: no extra pass for old_logps
+            if i == 0:  # the policy has not moved since sampling: these are the old log-probs
                 batch.old_logps[rows, columns] = logps.detach()
                 batch.entropies[rows, columns] = entropies
             ref_logps = None
@@ -230,7 +230,7 @@ def update(model, optimizer, batch, advantages, weights, step, args):
             for name, value in metrics.items():
                 sums[name] += (value * mask.sum()).item()
         # Without any advantage there is no signal, and Adam's momentum must not move the weights.
-        sums["grad_norm"] += optimizer.step(learning_rate(step, args), not advantages.any())
+        sums["grad_norm"] += optimizer.step(learning_rate(step, args), skip=not advantages.any())
     for name in sums:
         sums[name] /= args.updates_per_rollout
     return sums
@@ -408,9 +408,9 @@ def summarize(batch, sums, step, args, run):
         "sampling_logp_diff": run.mean(difference[batch.mask]),
         "loss": run.mean(sums.pop("loss")),
         "grad_norm": sums.pop("grad_norm"),
-        "clip_frac": None,
-        "kl": None,  # without a reference
-        **{name: run.mean(value, tokens) for name, value in sums.items()},  # of policy_loss
+        "clip_frac": None,  # these two keep their place where policy_loss returns none
+        "kl": None,
+        **run.means(sums, tokens),  # what policy_loss returned
         "learning_rate": learning_rate(step, args),
         "tokens": run.total(tokens),
     }

@@ -288,7 +288,8 @@ def test_lengths_skips_what_has_none(tmp_path, capsys):
 
 
 # --- map ---
-def test_map_by_hand(tmp_path):
+def test_map_by_hand(tmp_path, monkeypatch):
+    monkeypatch.setattr(analysis, "SMOOTH", 2)
     runs = {
         "slow": ("grpo", 2, "weak", (0.02, 0.1, 0.3)),
         "fast": ("grpo", 2, "weak", (0.04, 0.2, 0.3)),
@@ -300,14 +301,19 @@ def test_map_by_hand(tmp_path):
         make_run(tmp_path / name, script, seed, accuracies, group_size=G, model=model)
         for seed, (name, (script, G, model, accuracies)) in enumerate(runs.items())
     ]
+    slow = Path(folders[0], "metrics.jsonl")
+    lines = [json.loads(text) for text in slow.read_text().splitlines()]
+    rewards = iter([0.0, 0.1, 0.3, 0.4])  # in twos: 0, 0.05, 0.2, 0.35
+    lines = [x | {"reward": next(rewards)} if "reward" in x else x for x in lines]
+    slow.write_text("\n".join(map(json.dumps, lines)))
     (table,), figure = run("map", *folders)
     gap = pytest.approx(0.1)
     share = pytest.approx(0.3)
     assert table[2] == [
-        ["weak (3.0 %), G = 2", "grpo", 2, pytest.approx(0.3), 3.0, 0.0, gap, share],
+        ["weak (3.0 %), G = 2", "grpo", 2, pytest.approx(0.3), 2.0, 0.0, gap, share],
         ["weak (3.0 %), G = 2", "sign_grpo", 1, 0.0, None, 1.0, gap, share],
-        ["weak (3.0 %), G = 16", "grpo", 1, 0.5, 2.0, 0.0, gap, share],
-        ["strong (40.0 %), G = 2", "grpo", 1, 0.7, 0.0, 0.0, gap, share],
+        ["weak (3.0 %), G = 16", "grpo", 1, 0.5, 1.0, 0.0, gap, share],
+        ["strong (40.0 %), G = 2", "grpo", 1, 0.7, 1.0, 0.0, gap, share],
     ]
     assert [axis.get_title() for axis in figure.axes] == list(analysis.MAP_PANELS.values())
     cells = [text.get_text() for text in figure.axes[0].texts]

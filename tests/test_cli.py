@@ -311,7 +311,12 @@ def test_a_metric_of_ones_own_is_logged(data, tmp_path, monkeypatch):
     assert row["mean_logp"] < 0
     batches = []
     update = grpo.update
-    monkeypatch.setattr(grpo, "update", lambda *given: (update(*given), batches.append(given[2]))[0])
+
+    def watched(model, optimizer, batch, *others):
+        batches.append(batch)
+        return update(model, optimizer, batch, *others)
+
+    monkeypatch.setattr(grpo, "update", watched)
     run(data, tmp_path / "again", "--steps", 1, *flags, *QUICK)
     batch = batches[0]
     assert row["mean_logp"] == pytest.approx(batch.old_logps[batch.mask].mean().item(), rel=1e-5)

@@ -246,16 +246,16 @@ def test_float32_weights_are_not_copied():
     assert master.data_ptr() != model.weight.data_ptr() and not master.requires_grad
 
 
-def test_small_weights_share_a_bucket(monkeypatch):
+def test_small_weights_share_a_bundle(monkeypatch):
     """Fault: a collective for each of a model's hundreds of small tensors."""
     sizes = [5, 300, 7, 200, 1000, 6]
     weights = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
     weights.append(torch.nn.Parameter(torch.randn(4, 2).bfloat16()))
     weights.append(torch.nn.Parameter(torch.ones(())))
     model = torch.nn.ParameterList(weights)
-    monkeypatch.setattr(common, "BUCKET", 300)
+    monkeypatch.setattr(common, "BUNDLE", 300)
     optimizer = Float32AdamW(model, parse("--max_grad_norm", 1e9))
-    assert sorted(master.numel() for master in optimizer.masters) == [8, 219, 300, 1000]
+    assert sorted(master.numel() for master in optimizer.masters) == [227, 300, 1000]
     before = [weight.detach().clone() for weight in weights]
     loss = sum((weight.float() * (i + 1)).sum() for i, weight in enumerate(weights[1:]))
     loss.backward()  # the first weight takes no part
@@ -265,6 +265,26 @@ def test_small_weights_share_a_bucket(monkeypatch):
     assert torch.equal(weights[0], before[0])
     for weight, old in zip(weights[1:], before[1:]):
         torch.testing.assert_close(weight, (old.float() - 0.5).to(old.dtype), rtol=1e-2, atol=1e-4)
+
+
+def test_the_state_of_another_model_is_refused():
+    """Fault: a traceback, or weights that change places, with half of them overwritten."""
+    saved = Float32AdamW(linear(4, 4), parse()).state_dict()
+    model = linear(2, 2)
+    before = model.weight.clone()
+    with pytest.raises(BadInput, match="another model or version"):
+        Float32AdamW(model, parse()).load_state_dict(saved)
+    assert torch.equal(model.weight, before)
+
+
+def test_bundles_do_not_depend_on_the_precision():
+    """Fault: a run that moves from a GPU to a CPU, where all is float32, mixes up its weights."""
+    sizes = [3, 2, 5, 4]
+    low = [torch.nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for n in sizes]
+    low[1] = torch.nn.Parameter(torch.zeros(2))  # such as the router of a mixture of experts
+    high = [torch.nn.Parameter(torch.zeros(n)) for n in sizes]
+    found = [[[w.numel() for w in b] for b in common.make_bundles(ws)] for ws in (low, high)]
+    assert found[0] == found[1] == [[2, 3, 4, 5]]
 
 
 def snapshot(optimizer):

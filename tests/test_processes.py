@@ -127,6 +127,11 @@ norm = optimizer.step(1e-3, skip=dist.get_rank() == 1)  # one would skip, the ot
 elements = sum(master.to_local().numel() for master in optimizer.masters)
 moments = sum(s["exp_avg"].to_local().numel() for s in optimizer.adamw.state.values())
 total = sum(weight.numel() for weight in optimizer.weights)
+run = object.__new__(common.Run)
+run.rank, run.processes = common.world()
+sums = {"b": 3.0, "a": 3.0} if run.rank else {"a": 1.0}  # another order, and one is missing
+assert run.means(sums, 1 + run.rank) == {"a": 4 / 3, "b": 1.0}
+assert run.total(2) == 4 and type(run.total(2)) is int and run.total(0.25) == 0.5
 with open(f"{sys.argv[2]}/{dist.get_rank()}.txt", "w") as file:
     file.write(f"{elements} {moments} {total} {norm}")
 dist.destroy_process_group()

@@ -13,7 +13,9 @@ learning something to do.
     python tests/tools/make_tiny.py                      tests/tiny: 0.4 right when sampled at T = 1
     python tests/tools/make_tiny.py --weak               tests/tiny-weak: 0.1 right
     python tests/tools/make_tiny.py --rambling           tests/tiny-rambling: 0.26 right, wordy
-    python tests/tools/make_tiny.py --exact 0.02 --guess_up_to 299 --out FOLDER      a base of 2 %
+    python tests/tools/make_tiny.py --exact 0.055 --guess_up_to 299 --out FOLDER     a base of 3 %
+    python tests/tools/make_tiny.py --skilled --exact 0.03 --guess_up_to 299 --out FOLDER
+                                                         ... that can add, but seldom does
 
 Seeded: the same machine writes the same files. It takes about two and a half minutes on one core.
 """
@@ -41,6 +43,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 TESTS = Path(__file__).resolve().parent.parent
 TRAIN_PROBLEMS, TEST_PROBLEMS = 2000, 256
 STEPS, BATCH, LEARNING_RATE = 1500, 64, 2e-3
+AFTER_SKILL = 300  # steps on the mix after those on exact demonstrations alone
 
 # Shares of the demonstrations by kind.
 MIX = {"exact": 0.40, "guess": 0.45, "careless": 0.15}
@@ -248,6 +251,7 @@ def main():
     parser.add_argument("--weak", action="store_true", help="a base that is right one time in ten")
     parser.add_argument("--rambling", action="store_true", help="a base that likes long responses")
     parser.add_argument("--exact", type=float, help="share of exact demonstrations; the rest guess")
+    parser.add_argument("--skilled", action="store_true", help="learn to add first, then the mix")
     parser.add_argument("--guess_up_to", type=int, help="highest guess (default: 9 per term)")
     parser.add_argument("--out", type=Path, help="folder to write (default: tests/tiny[-...])")
     parser.add_argument("--seed", type=int, default=0, help="seed of problems and pretraining")
@@ -276,7 +280,11 @@ def main():
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{count:,} parameters, {len(train)} + {len(test)} problems")
     held_out = {question_of(terms) for terms in test}
-    pretrain(model, tokenizer, held_out, mix, args.guess_up_to, args.steps, rng)
+    steps = args.steps
+    if args.skilled:
+        pretrain(model, tokenizer, held_out, {"exact": 1.0}, None, steps, rng)
+        steps = AFTER_SKILL
+    pretrain(model, tokenizer, held_out, mix, args.guess_up_to, steps, rng)
     save(out, model, tokenizer, train, test)
 
     questions = [question_of(terms) for terms in train + test]
