@@ -341,6 +341,17 @@ def test_map_keeps_equal_bases_and_other_settings_apart(tmp_path, capsys):
 
 
 # --- packed logs ---
+def test_a_packed_log_can_be_cut_to_some_numbers(tmp_path):
+    folder = make_run(tmp_path / "a")
+    packed = tmp_path / "packed.jsonl"
+    keys = ["reward", "degenerate_frac", "degenerate_iid", "eval_accuracy"]
+    pack_runs.main([str(packed), folder, "--keys", *keys])
+    (head, *lines) = map(json.loads, packed.read_text().splitlines())
+    assert head["config"]["script"] == "grpo"
+    assert all(line.keys() <= {"run", "step", *keys} for line in lines)
+    assert run("map", packed)[0][0][2] == run("map", folder)[0][0][2]
+
+
 def test_packed_logs_draw_the_same_numbers_as_folders(tmp_path):
     folders = []
     for script in ("grpo", "mine"):

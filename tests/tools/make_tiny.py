@@ -13,9 +13,9 @@ learning something to do.
     python tests/tools/make_tiny.py                      tests/tiny: 0.4 right when sampled at T = 1
     python tests/tools/make_tiny.py --weak               tests/tiny-weak: 0.1 right
     python tests/tools/make_tiny.py --rambling           tests/tiny-rambling: 0.26 right, wordy
-    python tests/tools/make_tiny.py --exact 0.055 --guess_up_to 299 --out FOLDER     a base of 3 %
-    python tests/tools/make_tiny.py --skilled --exact 0.03 --guess_up_to 299 --out FOLDER
-                                                         ... that can add, but seldom does
+    python tests/tools/make_tiny.py --exact 0.055 --guess_up_to 299     tests/tiny-0.055: 0.03 right
+    python tests/tools/make_tiny.py --skilled --exact 0.03 --guess_up_to 299
+                                        tests/tiny-0.03-skilled: 0.02 right, but it can add
 
 Seeded: the same machine writes the same files. It takes about two and a half minutes on one core.
 """
@@ -268,6 +268,8 @@ def main():
     if args.exact is not None:
         name = f"tiny-{args.exact:g}"
         mix = {"exact": args.exact, "guess": 1 - args.exact}
+    if args.skilled:
+        name += "-skilled"
     out = args.out or TESTS / name
 
     start = time.time()

@@ -1,6 +1,7 @@
 """Pack the folders of many runs into one .jsonl file, which `analysis.py curves` reads as it is.
 
     python tests/tools/pack_runs.py docs/runs/tiny.jsonl runs/tiny/*
+    python tests/tools/pack_runs.py docs/runs/map.jsonl runs/map/* --keys reward eval_accuracy
 
 A run's first line holds its name, its flags and a hash of its script; every further line is one of
 its metrics.jsonl. Evaluations also carry how many right and wrong responses had which length.
@@ -17,26 +18,30 @@ from analysis import read_folder
 from common import BadInput
 
 
-def pack(folder):
-    """The lines of a run, as dicts."""
+def pack(folder, keys=None):
+    """The lines of a run, as dicts; of its numbers all, or those of `keys`."""
     log = read_folder(folder)
     lines = [{"run": log.name, "config": log.config}]
     if log.source:
         lines[0]["source"] = log.source
-    return lines + [{"run": log.name, **line} for line in log.lines]
+    for line in log.lines:
+        kept = {key: x for key, x in line.items() if not keys or key in ("step", *keys)}
+        lines.append({"run": log.name, **kept})
+    return lines
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("output", help="the .jsonl file to write")
     parser.add_argument("folders", nargs="+", help="run folders")
+    parser.add_argument("--keys", nargs="+", help="the numbers to keep (default: all)")
     options = parser.parse_args(argv)
     folders = [Path(folder).resolve() for folder in options.folders]
     names = [folder.name for folder in folders]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise BadInput(f"two of the folders are called {twice[0]}: a run's name must be its own")
-    lines = [line for folder in folders for line in pack(folder)]
+    lines = [line for folder in folders for line in pack(folder, options.keys)]
     Path(options.output).parent.mkdir(parents=True, exist_ok=True)
     with open(options.output, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
