@@ -3,7 +3,7 @@
     python tests/tools/make_words.py runs/words
 
 The runs in docs/runs/smollm.jsonl used them. Each problem follows two worked examples, which show a
-small model the form of an answer. The pairs of numbers in the test problems are in no training problem.
+small model the form of an answer. The number pairs in the test problems are in no training problem.
 Seeded: the same files each time.
 """
 
