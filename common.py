@@ -440,9 +440,9 @@ class Float32AdamW:
         for bundle, master in zip(self.bundles, self.masters):
             if len(bundle) == 1:
                 master = master.to(bundle[0].dtype)  # rounded first: half the traffic
-            rounded = whole(master)
-            for weight, new in zip(bundle, rounded.split([weight.numel() for weight in bundle])):
-                weight.copy_(new.view_as(weight))
+            values = whole(master).split([weight.numel() for weight in bundle])
+            for weight, value in zip(bundle, values):
+                weight.copy_(value.view_as(weight))
 
     def state_dict(self):
         """The float32 weights and Adam's moments, gathered one tensor at a time to rank 0's CPU."""
@@ -455,7 +455,8 @@ class Float32AdamW:
     def load_state_dict(self, state):
         """Take over a saved state, also one of another number of processes."""
         if [saved.shape for saved in state["masters"]] != [x.shape for x in self.masters]:
-            raise BadInput("the checkpoint's optimizer.pt is of another model or version")
+            fresh = "start a new run from it by --model"
+            raise BadInput(f"the checkpoint's optimizer.pt is of another model or version: {fresh}")
         for master, saved in zip(self.masters, state["masters"]):
             master.copy_(self.shard(saved.to(master.device)))
         for moments in state["adamw"]["state"].values():
@@ -1166,7 +1167,7 @@ class Run:
         return values / max(1, count)
 
     def means(self, sums, count):
-        """{name: mean} over all processes of sums over count values, in one collective.
+        """{name: mean} over all processes of sums over count values each.
 
         A name may be missing in some processes: its sum there is 0.
         """

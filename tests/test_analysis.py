@@ -16,6 +16,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "tools"))
 
+import count_additions  # noqa: E402
 import pack_runs  # noqa: E402
 
 
@@ -338,6 +339,20 @@ def test_map_keeps_equal_bases_and_other_settings_apart(tmp_path, capsys):
         ["two (40.0 %), G = 8", "grpo lr=0.0001", 1],
     ]
     assert f"{late} was not evaluated at step 0 and later, skipped" in capsys.readouterr().err
+
+
+def test_additions_by_hand(tmp_path, capsys):
+    lines = [
+        {"question": "2+5+0=", "samples": [r"2+5=7;7+0=7;\boxed{7}", r"\boxed{80}"]},
+        {"question": "9+9=", "samples": [r"9+9=17;\boxed{17}", r"12+9=21;1+9=10;\boxed{18}"]},
+    ]
+    rewards = [[1, 0], [0, 1]]
+    lines = [line | {"rewards": reward} for line, reward in zip(lines, rewards)]
+    # 2 of 4 responses earn the reward, 3 of 4 have enough steps, 4 of 5 additions are right.
+    assert count_additions.describe(lines) == (0.5, 0.75, 0.8)
+    (tmp_path / "eval-0.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    count_additions.main([str(tmp_path)])
+    assert f"| {tmp_path.name} | 0 | 0.50 | 0.75 | 0.80 |" in capsys.readouterr().out
 
 
 # --- packed logs ---

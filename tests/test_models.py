@@ -14,6 +14,8 @@ import torch
 import transformers
 from conftest import TINY, evaluation_lines, parse, run, training_lines
 from peft.tuners.lora import LoraLayer
+from tools import fake_memory
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import common
 import ep_grpo
@@ -265,6 +267,18 @@ def test_small_weights_share_a_bundle(monkeypatch):
     assert torch.equal(weights[0], before[0])
     for weight, old in zip(weights[1:], before[1:]):
         torch.testing.assert_close(weight, (old.float() - 0.5).to(old.dtype), rtol=1e-2, atol=1e-4)
+
+
+def test_a_real_model_has_half_as_many_bundles_as_weights():
+    """What docs/performance.md says of Qwen2.5-3B. No memory: the weights have shapes only."""
+    config = Qwen2Config(**fake_memory.QWEN_3B)
+    with torch.device("meta"):
+        weights = list(Qwen2ForCausalLM(config).parameters())
+    bundles = common.make_bundles(weights)
+    assert (len(weights), len(bundles)) == (434, 218)
+    assert sum(map(len, bundles)) == 434
+    for bundle in bundles:
+        assert len(bundle) == 1 or sum(weight.numel() for weight in bundle) <= common.BUNDLE
 
 
 def test_the_state_of_another_model_is_refused():

@@ -30,7 +30,7 @@ class Timed:
     def __init__(self, script, processes, steps):
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name, "metrics.jsonl")
-        self.times = []
+        self.times = []  # (seconds, lines of the log)
         command = [sys.executable]
         if processes > 1:
             command += ["-m", "torch.distributed.run", "--standalone"]
@@ -38,8 +38,9 @@ class Timed:
         command += [str(ROOT / f"{script}.py"), "--output_dir", self.folder.name, "--dataset"]
         command += [str(TRAIN), "--steps", str(steps), "--save_every", "10000"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+        self.said = Path(self.folder.name, "said.txt")
+        with open(self.said, "w") as said:  # not a pipe, which would fill up and stop the run
+            self.process = subprocess.Popen(command, stdout=said, stderr=said, env=environment)
 
     def read(self):
         """Note when new lines were found; False once the run has ended."""
@@ -51,11 +52,11 @@ class Timed:
     def result(self):
         """(seconds of rollout, of the update, of the whole step), and the tokens of all steps."""
         if self.process.wait():
-            sys.exit(self.process.stderr.read()[-2000:])
+            sys.exit(self.said.read_text()[-2000:])
         lines = [json.loads(line) for line in self.path.read_text().splitlines()][2:]
         parts = [[line[f"seconds_{name}"] for line in lines] for name in ("rollout", "update")]
-        start, first = next((time, done) for time, done in self.times if done >= 2)
-        end, last = self.times[-1]
+        seen = [(moment, done) for moment, done in self.times if done >= 2]
+        (start, first), (end, last) = seen[0], seen[-1]
         seconds = [statistics.median(part) for part in parts] + [(end - start) / (last - first)]
         return seconds, [line["tokens"] for line in lines]
 

@@ -27,13 +27,13 @@ def describe(lines):
     return right / responses, stepwise / responses, correct / max(1, additions)
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     print("| run | step | accuracy | step by step | additions right |\n|---|---|---|---|---|")
-    for run in parser.parse_args().runs:
+    for run in parser.parse_args(argv).runs:
         files = sorted(run.glob("eval-*.jsonl"), key=lambda file: int(file.stem.split("-")[1]))
-        for file in (files[0], files[len(files) // 2], files[-1]):
+        for file in dict.fromkeys([files[0], files[len(files) // 2], files[-1]]):
             lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
             numbers = " | ".join(f"{share:.2f}" for share in describe(lines))
             print(f"| {run.name} | {file.stem.split('-')[1]} | {numbers} |")
