@@ -304,14 +304,14 @@ def test_map_by_hand(tmp_path, monkeypatch):
     ]
     slow = Path(folders[0], "metrics.jsonl")
     lines = [json.loads(text) for text in slow.read_text().splitlines()]
-    rewards = iter([0.0, 0.1, 0.3, 0.4])  # in twos: 0, 0.05, 0.2, 0.35
+    rewards = iter([0.0, 0.2, 0.0, 0.4])  # in twos: 0, 0.1, 0.1, 0.2
     lines = [x | {"reward": next(rewards)} if "reward" in x else x for x in lines]
     slow.write_text("\n".join(map(json.dumps, lines)))
     (table,), figure = run("map", *folders)
     gap = pytest.approx(0.1)
     share = pytest.approx(0.3)
     assert table[2] == [
-        ["weak (3.0 %), G = 2", "grpo", 2, pytest.approx(0.3), 2.0, 0.0, gap, share],
+        ["weak (3.0 %), G = 2", "grpo", 2, pytest.approx(0.3), 2.5, 0.0, gap, share],
         ["weak (3.0 %), G = 2", "sign_grpo", 1, 0.0, None, 1.0, gap, share],
         ["weak (3.0 %), G = 16", "grpo", 1, 0.5, 1.0, 0.0, gap, share],
         ["strong (40.0 %), G = 2", "grpo", 1, 0.7, 1.0, 0.0, gap, share],
@@ -343,7 +343,7 @@ def test_map_keeps_equal_bases_and_other_settings_apart(tmp_path, capsys):
 
 def test_additions_by_hand(tmp_path, capsys):
     lines = [
-        {"question": "2+5+0=", "samples": [r"2+5=7;7+0=7;\boxed{7}", r"\boxed{80}"]},
+        {"question": "2+5+0=", "samples": [r"2+5=7;7+0=7;\boxed{7}", r"1+2+3=6;\boxed{80}"]},
         {"question": "9+9=", "samples": [r"9+9=17;\boxed{17}", r"12+9=21;1+9=10;\boxed{18}"]},
     ]
     rewards = [[1, 0], [0, 1]]

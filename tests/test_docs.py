@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, SCRIPTS, read_jsonl, run
-from tools import count_memory
+from tools import count_memory, result_tables
 
 DOCS = ROOT / "docs"
-PAGES = ["algorithms.md", "metrics.md", "performance.md"]
-FOREIGN = set(  # flags of torchrun and of analysis.py
-    "nproc-per-node nnodes node-rank rdzv-backend rdzv-endpoint out runs".split())
+PAGES = ["algorithms.md", "metrics.md", "performance.md", "results.md"]
+FOREIGN = set(  # flags of torchrun, of analysis.py and of make_tiny.py
+    "nproc-per-node nnodes node-rank rdzv-backend rdzv-endpoint out runs"
+    " only exact guess_up_to skilled rambling".split())
 
 
 def code(path):
@@ -42,6 +43,8 @@ def generated(page):
         return {f"{name} diff": changes(name) for name in SCRIPTS if name != "grpo"}
     if page == "performance.md":
         return count_memory.tables()
+    if page == "results.md":
+        return result_tables.results()
     return {}
 
 

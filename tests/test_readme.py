@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from tools import result_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "docs/exercises/README.md"]  # test_docs.py has the others
@@ -67,6 +68,7 @@ def generated():
         "dr_grpo diff": f"```diff\n$ diff grpo.py dr_grpo.py\n{body}\n```",
         "table": "\n".join(table),
         "reading": "\n".join(reading),
+        "results": result_tables.tiny_tables()[0],
     }
 
 
