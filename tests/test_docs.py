@@ -18,7 +18,7 @@ DOCS = ROOT / "docs"
 PAGES = ["algorithms.md", "metrics.md", "performance.md", "results.md"]
 FOREIGN = set(  # flags of torchrun, of analysis.py and of make_tiny.py
     "nproc-per-node nnodes node-rank rdzv-backend rdzv-endpoint out runs"
-    " only exact guess_up_to skilled rambling".split())
+    " rounds only exact guess_up_to skilled rambling".split())
 
 
 def code(path):

@@ -12,7 +12,7 @@ learning something to do.
 
     python tests/tools/make_tiny.py                      tests/tiny: 0.4 right when sampled at T = 1
     python tests/tools/make_tiny.py --weak               tests/tiny-weak: 0.1 right
-    python tests/tools/make_tiny.py --rambling           tests/tiny-rambling: 0.26 right, wordy
+    python tests/tools/make_tiny.py --rambling           tests/tiny-rambling: 0.3 right, wordy
     python tests/tools/make_tiny.py --exact 0.055 --guess_up_to 299     tests/tiny-0.055: 0.03 right
     python tests/tools/make_tiny.py --skilled --exact 0.03 --guess_up_to 299
                                         tests/tiny-0.03-skilled: 0.02 right, but it can add

@@ -44,7 +44,8 @@ def main(argv=None):
     lines = [line for folder in folders for line in pack(folder, options.keys)]
     Path(options.output).parent.mkdir(parents=True, exist_ok=True)
     with open(options.output, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
     print(f"{options.output}: {len(folders)} runs, {len(lines)} lines")
 
 
