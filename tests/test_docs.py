@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import analysis
 import pytest
 from conftest import ROOT, SCRIPTS, read_jsonl, run
 from tools import count_memory, result_tables
@@ -85,6 +86,16 @@ def test_flags_exist(page):
     text = (DOCS / page).read_text(encoding="utf-8")
     unknown = set(re.findall(r"--(\w[\w-]*)", text)) - known
     assert not unknown
+
+
+@pytest.mark.parametrize("page", [*PAGES, "../README.md"])
+def test_commands_of_analysis_exist(page):
+    known = set(re.findall(r"python analysis\.py (\w+)", analysis.__doc__))
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for command, rest in re.findall(r"python analysis\.py (\w+)([^`\n]*)", text):
+        assert command in known
+        for path in re.findall(r"docs/runs/\S+", rest):
+            assert (ROOT / path).exists(), path
 
 
 def test_every_metric_is_explained(data, tmp_path):
