@@ -355,6 +355,19 @@ def test_additions_by_hand(tmp_path, capsys):
     assert f"| {tmp_path.name} | 0 | 0.50 | 0.75 | 0.80 |" in capsys.readouterr().out
 
 
+def test_a_packed_log_can_hold_the_additions(tmp_path, capsys):
+    folder = Path(make_run(tmp_path / "a"))
+    steps = [line["step"] for line in analysis.read_logs([folder])[0].evals]
+    for step in steps:
+        line = {"question": "1+1=", "samples": ["1+1=2"], "rewards": [step], "lengths": [5]}
+        (folder / f"eval-{step}.jsonl").write_text(json.dumps(line) + "\n")
+    packed = tmp_path / "packed.jsonl"
+    pack_runs.main([str(packed), str(folder), "--keys", "eval_accuracy", "--additions"])
+    count_additions.main([str(packed)])
+    expected = [f"| a | {step} | {min(step, 1):.2f} | 0.00 | 1.00 |" for step in steps]
+    assert capsys.readouterr().out.splitlines()[-len(steps) :] == expected
+
+
 # --- packed logs ---
 def test_a_packed_log_can_be_cut_to_some_numbers(tmp_path):
     folder = make_run(tmp_path / "a")

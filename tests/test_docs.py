@@ -10,10 +10,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import analysis
 import pytest
 from conftest import ROOT, SCRIPTS, read_jsonl, run
 from tools import count_memory, result_tables
+
+import analysis  # after conftest, which makes the root importable
 
 DOCS = ROOT / "docs"
 PAGES = ["algorithms.md", "metrics.md", "performance.md", "results.md"]

@@ -77,7 +77,7 @@ def run_ours(name, folder, sizes, steps, extra):
     script = importlib.import_module(name)
     common = sys.modules["common"]
     common.time.perf_counter = time.process_time  # metrics.jsonl then holds CPU seconds
-    common.write_checkpoint = lambda *arguments: None
+    common.Run.save = lambda *arguments: None
     script.compute_reward = lambda text, problem, length: reward(text)
     rollout = script.rollout
     before = []

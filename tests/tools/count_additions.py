@@ -1,15 +1,21 @@
 """What the tiny model's responses are made of, from a run's evaluations: strategy and skill.
 
     python tests/tools/count_additions.py runs/grpo ...
+    python tests/tools/count_additions.py docs/runs/stall.jsonl
 
 The strategy is whether a response adds step by step (`2+6=8;8+9=17;...`) or guesses; the skill is
 how many of the additions it writes are right. Both are shares over the responses of an evaluation.
+A packed file holds them if it was made by `pack_runs.py --additions`.
 """
 
 import argparse
-import json
 import re
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from analysis import read_json, read_packed
 
 
 def describe(lines):
@@ -27,16 +33,23 @@ def describe(lines):
     return right / responses, stepwise / responses, correct / max(1, additions)
 
 
+def evaluations(path):
+    """[(run, step, what describe has found)] of a run's folder, or of a packed file."""
+    if path.suffix == ".jsonl":
+        pairs = [(log.name, line) for log in read_packed(path) for line in log.evals]
+        return [(name, line["step"], line["additions"]) for name, line in pairs]
+    files = {int(file.stem.split("-")[1]): file for file in path.glob("eval-*.jsonl")}
+    return [(path.name, step, describe(read_json(file))) for step, file in sorted(files.items())]
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders or packed files")
     print("| run | step | accuracy | step by step | additions right |\n|---|---|---|---|---|")
-    for run in parser.parse_args(argv).runs:
-        files = sorted(run.glob("eval-*.jsonl"), key=lambda file: int(file.stem.split("-")[1]))
-        for file in dict.fromkeys([files[0], files[len(files) // 2], files[-1]]):
-            lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-            numbers = " | ".join(f"{share:.2f}" for share in describe(lines))
-            print(f"| {run.name} | {file.stem.split('-')[1]} | {numbers} |")
+    for path in parser.parse_args(argv).runs:
+        for run, step, shares in evaluations(path):
+            numbers = " | ".join(f"{share:.2f}" for share in shares)
+            print(f"| {run} | {step} | {numbers} |")
 
 
 if __name__ == "__main__":

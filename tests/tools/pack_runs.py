@@ -4,7 +4,8 @@
     python tests/tools/pack_runs.py docs/runs/map.jsonl runs/map/* --keys reward eval_accuracy
 
 A run's first line holds its name, its flags and a hash of its script; every further line is one of
-its metrics.jsonl. Evaluations also carry how many right and wrong responses had which length.
+its metrics.jsonl. Evaluations also carry how many right and wrong responses had which length, and
+with --additions what count_additions.py finds in them.
 """
 
 import argparse
@@ -14,11 +15,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from analysis import read_folder
+from analysis import read_folder, read_json
 from common import BadInput
+from count_additions import describe
 
 
-def pack(folder, keys=None):
+def pack(folder, keys=None, additions=False):
     """The lines of a run, as dicts; of its numbers all, or those of `keys`."""
     log = read_folder(folder)
     lines = [{"run": log.name, "config": log.config}]
@@ -26,6 +28,8 @@ def pack(folder, keys=None):
         lines[0]["source"] = log.source
     for line in log.lines:
         kept = {key: x for key, x in line.items() if not keys or key in ("step", *keys)}
+        if additions and line in log.evals:
+            kept["additions"] = describe(read_json(folder / f"eval-{line['step']}.jsonl"))
         lines.append({"run": log.name, **kept})
     return lines
 
@@ -35,13 +39,16 @@ def main(argv=None):
     parser.add_argument("output", help="the .jsonl file to write")
     parser.add_argument("folders", nargs="+", help="run folders")
     parser.add_argument("--keys", nargs="+", help="the numbers to keep (default: all)")
+    parser.add_argument("--additions", action="store_true", help="add what count_additions.py finds")
     options = parser.parse_args(argv)
     folders = [Path(folder).resolve() for folder in options.folders]
     names = [folder.name for folder in folders]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise BadInput(f"two of the folders are called {twice[0]}: a run's name must be its own")
-    lines = [line for folder in folders for line in pack(folder, options.keys)]
+    lines = []
+    for folder in folders:
+        lines += pack(folder, options.keys, options.additions)
     Path(options.output).parent.mkdir(parents=True, exist_ok=True)
     with open(options.output, "w", encoding="utf-8") as file:
         for line in lines:

@@ -6,8 +6,10 @@ It prints them; test_readme.py and test_docs.py write and check them. The number
 `python analysis.py curves`, `map` and `lengths` print.
 """
 
+import math
 import sys
 from pathlib import Path
+from statistics import fmean, stdev
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -40,6 +42,18 @@ LENGTHS = {  # label of `analysis.py lengths`: command, weight, whether it divid
     "dr_grpo": ("dr_grpo.py", "1 / C", "no"),
     "sign_grpo": ("sign_grpo.py", "1 / C", "no"),
     "length_alpha α=1.0": ("length_alpha.py --alpha 1 --scale_rewards", "1 / C", "yes"),
+}
+
+
+SCRIPTS = ["grpo", "dr_grpo", "sign_grpo", "length_alpha", "ep_grpo"]
+STALL = {  # run of docs/runs/stall.jsonl: what was changed
+    "grpo_none_s0": "none (120 steps, learning rate 3e-4, G = 8, T = 1)",
+    "grpo_lr1e-4_s0": "`--learning_rate 1e-4`",
+    "grpo_lr1e-3_s0": "`--learning_rate 1e-3`",
+    "grpo_G16_s0": "`--group_size 16`",
+    "grpo_T0.7_s0": "`--temperature 0.7 --eval_temperature 1`",
+    "grpo_T1.3_s0": "`--temperature 1.3 --eval_temperature 1`",
+    "grpo_steps480_s0": "`--steps 480`",
 }
 
 
@@ -98,9 +112,94 @@ def lengths_table():
     return markdown(["script", "weight", "std", *names], rows)
 
 
+def read_runs(name):
+    return analysis.read_packed(ROOT / "docs/runs" / f"{name}.jsonl")
+
+
+def skill_table():
+    """Accuracy of the map's bases before training, and the share of their additions that is right."""
+    found = {}
+    for log in read_runs("map"):
+        base = Path(log.config["model"]).name
+        found.setdefault(base, []).append(log.evals[0]["additions"])
+    rows = []
+    for base, shares in sorted(found.items(), key=lambda item: fmean(x[2] for x in item[1])):
+        accuracy, _, right = map(fmean, zip(*shares))
+        rows.append([base, f"{accuracy:.3f}", f"{right:.2f}"])
+    return markdown(["base", "accuracy", "additions right"], rows)
+
+
+def stall_table():
+    """What one change does to a run that stalls, at its last evaluation."""
+    last = {log.name: log.evals[-1] for log in read_runs("stall")}
+    rows = []
+    for name, change in STALL.items():
+        _, stepwise, right = last[name]["additions"]
+        rows.append([change, f"{last[name]['eval_accuracy']:.3f}", f"{stepwise:.2f}", f"{right:.2f}"])
+    return markdown(["change", "accuracy after", "step by step", "additions right"], rows)
+
+
+def weak_table():
+    """Accuracy of all five after training from a weak base: mean and deviation over seeds."""
+    found = {}
+    for log in read_runs("map") + read_runs("weak"):
+        if log.config["model"].endswith("tiny-0.11"):
+            cell = found.setdefault((log.script, log.config["group_size"]), [])
+            cell.append(log.evals[-1]["eval_accuracy"])
+    rows = []
+    for script in SCRIPTS:
+        row = [f"{script}.py"]
+        for G in (2, 4, 8):
+            row += [f"{fmean(found[script, G]):.3f}", f"{stdev(found[script, G]):.3f}"]
+        rows.append(row)
+    names = [name for G in (2, 4, 8) for name in (f"G = {G}", "sd")]
+    return markdown(["script", *names], rows)
+
+
+def error_over_problems(line, problems, n):
+    """Standard error of an accuracy over problems with n responses each, from pass@1 and pass@2.
+
+    With d of n responses wrong, mean d = n (1 - pass@1) and mean d (d - 1) = n (n - 1) (1 - pass@2).
+    """
+    d = n * (1 - line["eval_pass@1"])
+    variance = n * (n - 1) * (1 - line["eval_pass@2"]) + d - d**2
+    return math.sqrt(variance / (problems - 1)) / n
+
+
+def words_table():
+    """A real model before and after training, run by run, and means over seeds."""
+    groups = {}
+    for log in read_runs("smollm"):
+        groups.setdefault((log.config["group_size"], SCRIPTS.index(log.script)), []).append(log)
+    rows = []
+    for (G, number), logs in sorted(groups.items()):
+        name = f"{SCRIPTS[number]}.py"
+        ends = []
+        for log in sorted(logs, key=lambda log: log.config["seed"]):
+            first, last = log.evals[0], log.evals[-1]
+            n = log.config["eval_samples"]
+            error = error_over_problems(last, log.config["eval_problems"], n)
+            ends.append(last["eval_accuracy"])
+            before = f"{first['eval_accuracy']:.3f}"
+            rows.append([name, G, log.config["seed"], before, f"{ends[-1]:.3f}", f"{error:.3f}"])
+        if len(ends) > 1:
+            error = f"{stdev(ends) / math.sqrt(len(ends)):.3f} over seeds"
+            rows.append([f"{name}, mean", G, f"{len(ends)} seeds", "", f"{fmean(ends):.3f}", error])
+    columns = ["accuracy before", "accuracy after", "standard error over problems"]
+    return markdown(["script", "G", "seed", *columns], rows)
+
+
 def results():
     """{name of a part of docs/results.md: its table}."""
-    return {"tiny": tiny_tables()[1], "map": map_table(), "lengths": lengths_table()}
+    return {
+        "tiny": tiny_tables()[1],
+        "map": map_table(),
+        "weak": weak_table(),
+        "skill": skill_table(),
+        "stall": stall_table(),
+        "lengths": lengths_table(),
+        "words": words_table(),
+    }
 
 
 if __name__ == "__main__":
