@@ -9,12 +9,14 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 from conftest import ROOT, SCRIPTS, read_jsonl, run
 from tools import count_memory, result_tables
 
 import analysis  # after conftest, which makes the root importable
+import grpo
 
 DOCS = ROOT / "docs"
 PAGES = ["algorithms.md", "metrics.md", "performance.md", "results.md"]
@@ -106,6 +108,14 @@ def test_every_metric_is_explained(data, tmp_path):
     text = (DOCS / "metrics.md").read_text(encoding="utf-8")
     explained = set(re.findall(r"^\| `([^`]+)` \|", text, re.M))
     assert {re.sub(r"@\d+", "@k", key) for key in keys} - explained == set()
+
+
+def test_the_error_over_problems_is_that_of_their_accuracies():
+    right = [0, 1, 4, 2, 4]  # of 4 responses each
+    line = {"eval_pass@1": fmean(right) / 4}
+    line["eval_pass@2"] = fmean(grpo.pass_at_k(4, c, 2) for c in right)
+    expected = stdev(c / 4 for c in right) / len(right) ** 0.5
+    assert result_tables.error_over_problems(line, 5, 4) == pytest.approx(expected)
 
 
 def write():

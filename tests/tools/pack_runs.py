@@ -39,7 +39,8 @@ def main(argv=None):
     parser.add_argument("output", help="the .jsonl file to write")
     parser.add_argument("folders", nargs="+", help="run folders")
     parser.add_argument("--keys", nargs="+", help="the numbers to keep (default: all)")
-    parser.add_argument("--additions", action="store_true", help="add what count_additions.py finds")
+    parser.add_argument(
+        "--additions", action="store_true", help="add what count_additions.py finds")  # fmt: skip
     options = parser.parse_args(argv)
     folders = [Path(folder).resolve() for folder in options.folders]
     names = [folder.name for folder in folders]

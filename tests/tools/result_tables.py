@@ -117,7 +117,7 @@ def read_runs(name):
 
 
 def skill_table():
-    """Accuracy of the map's bases before training, and the share of their additions that is right."""
+    """Accuracy of the map's bases before training, and how many of their additions are right."""
     found = {}
     for log in read_runs("map"):
         base = Path(log.config["model"]).name
@@ -134,8 +134,9 @@ def stall_table():
     last = {log.name: log.evals[-1] for log in read_runs("stall")}
     rows = []
     for name, change in STALL.items():
+        accuracy = last[name]["eval_accuracy"]
         _, stepwise, right = last[name]["additions"]
-        rows.append([change, f"{last[name]['eval_accuracy']:.3f}", f"{stepwise:.2f}", f"{right:.2f}"])
+        rows.append([change, f"{accuracy:.3f}", f"{stepwise:.2f}", f"{right:.2f}"])
     return markdown(["change", "accuracy after", "step by step", "additions right"], rows)
 
 
@@ -159,7 +160,7 @@ def weak_table():
 def error_over_problems(line, problems, n):
     """Standard error of an accuracy over problems with n responses each, from pass@1 and pass@2.
 
-    With d of n responses wrong, mean d = n (1 - pass@1) and mean d (d - 1) = n (n - 1) (1 - pass@2).
+    Where d of n are wrong, mean d = n (1 - pass@1), mean d (d - 1) = n (n - 1) (1 - pass@2).
     """
     d = n * (1 - line["eval_pass@1"])
     variance = n * (n - 1) * (1 - line["eval_pass@2"]) + d - d**2
