@@ -630,12 +630,23 @@ def token_logps_and_entropies(model, input_ids, attention_mask, completion_len, 
 # values, which math-verify's parser and sympy find in a separate process with limits.
 MAX_CHARS = 500  # the longest gold of GSM8K, MATH-500, AMC, AIME and Minerva has 91
 MAX_DEPTH = 12  # brackets inside brackets
-PRECISION = 10**6  # one in a million, and for decimals only: 0.3333333 is 1/3, 0.333 is not
 CPU_SECONDS = 1.0  # per verdict, in the separate process; most take 0.01 to 0.1
 OR = " ||| "  # between the alternatives of a gold that has several
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-# What data sets write where there is no answer
+BRACED = r"(?:\\.|[^\\{}])*"  # \\. steps over \{ and \}
+for _ in range(MAX_DEPTH):
+    BRACED = r"(?:\\.|[^\\{}]|\{" + BRACED + r"\})*"
 NO_GOLD = r"-?inf|nan|none|null|n/a|unknown|omitted|proof|not ?found|see (the )?solution|\W*"
+SPELLINGS = {  # each before the others that become it
+    "": r"\ $ \$ % \% € £ \left \right \big \Big \displaystyle", " ": r"~ \, \: \; \quad \qquad",
+    "-": "−", ",": "{,}", "^": "**", "^2": "²", "^3": "³", r"^\circ ": "°", r"\cdot ": "* ·",
+    r"\times ": "×", r"\pm ": "±", r"\cup ": "∪", r"\in ": "∈", "<": r"\lt", ">": r"\gt",
+    "<=": r"≤ \le \leq \leqslant", ">=": r"≥ \ge \geq \geqslant", r"\ne ": r"≠ \neq",
+    r"\text": r"\textbf \textrm \textit \mbox \hbox \mathrm \mathbf \mathit \mathsf \operatorname",
+    r"\frac": r"\dfrac \tfrac", r"\emptyset ": r"∅ \varnothing", r"\infty ": "∞ infinity",
+    r"\sqrt ": "√ sqrt", r"\pi ": "π pi", r"\theta ": "theta", r"\sin ": "sin", r"\cos ": "cos",
+    r"\tan ": "tan", r"\ln ": "ln", r"\log ": "log", ";": "and or"}  # fmt: skip
+SPELLED = {other: one for one, others in SPELLINGS.items() for other in others.split()}
 # Words after a number are a unit if one of them is a plural or a known unit (after 1: any word),
 # and none changes the number, takes it back or offers another: 2 million, 3 fifths, 18 is wrong.
 UNIT = (
@@ -645,41 +656,26 @@ UNIT = (
     r"|twelve|\w+teen|\w+ty|\w*illion|hundred|thousand|dozen|lakh|crore|score|gross|half|halve"
     r"|third|quarter|(?!month)\w+th)s?|is|are|was|has|does|not?|cannot|never|wrong|false|but"
     r"|if|plus|minus|times|over|by|point|mod|base|squared|cubed|less|than|most|this|yes|cos)\b)")
-SYMBOLS = str.maketrans({
-    "−": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "√": r"\sqrt ", "°": r"^\circ ",
-    "²": "^2", "³": "^3", "∞": r"\infty ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ",
-    "≤": "<=", "≥": ">=", "≠": r"\ne ", "∅": r"\emptyset"})  # fmt: skip
 REWRITES = [  # in this order
-    (r"(?:\{\\rm|\\(?:text\w+|[mh]box|math(?:rm|bf|it|sf)|operatorname\*?) ?\{)", r"\\text{"),
-    (r"\\(?:left|right|displaystyle|[bB]ig|rm)(?![a-z])|\\! ?|\\?[$%]|[€£]", ""),
-    (r"(?:(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),  # the \\ that ends a row stays
-    (r"\\[dt]frac", r"\\frac"), (r"\\varnothing|\\\{ ?\\\}", r"\\emptyset"), (r"\{,\}", ","),
-    (r"\\leq?(?:slant)?(?![a-z])", "<="), (r"\\geq?(?:slant)?(?![a-z])", ">="), (r"\*\*", "^"),
-    (r"\\lt(?![a-z])", "<"), (r"\\gt(?![a-z])", ">"), (r"\\neq", r"\\ne "), (r"\*", r"\\cdot "),
+    (r"\\! ?", ""), (r"\{\\rm ", r"\\text{"), (r"\\rm ", ""), (r"\\\{ ?\\\}", r"\\emptyset "),
     (r"\^\{?\\prime ?\\prime\}?|''", "_{pp}"), (r"\^\{?\\prime\}?|'", "_{p}"),  # y' is not y
-    ("infinity", r"\\infty "), (r"\^ ?\{? ?\\circ ?\}?(?: ?[CF]$)?", ""),  # 90^{\circ} is 90
-    (r"(?<![a-zA-Z\\])(sqrt|pi|theta|sin|cos|tan|ln|log)(?![a-zA-Z])", r"\\\1"),  # 2pi is 2\pi
-    (r",? ?(?:\\text\{[, ]*(?:and|or)[, ]*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])) ?|, ", ";"),
-    (r"\\sqrt ?\(((?:[^()]|\([^()]*\))*)\)", r"\\sqrt{\1}"),  # sqrt(51) is \sqrt{51}
+    (r"\^ ?\{? ?\\circ ?\}?(?: ?[CF]$)?", ""), (r",? ?(?:\\text\{[, ]*;[, ]*\}|;) ?|, ", ";"),
+    (r"\\sqrt ?\(((?:[^()]|\([^()]*\))*)\)", r"\\sqrt{\1}"),  # \sqrt(51) is \sqrt{51}
     (r"\\(frac|sqrt|binom) ?(\\pi|\d|[a-zA-Z])", r"\\\1{\2}"),  # \frac12 is \frac{1}2
-    (r"(\\frac ?\{(?:[^{}]|\{[^{}]*\})*\}) ?(\\pi|\d|[a-zA-Z])", r"\1{\2}"),  # is \frac{1}{2}
+    (r"(\\frac ?\{" + BRACED + r"\}) ?(\\pi|\d|[a-zA-Z])", r"\1{\2}"),  # is \frac{1}{2}
     (r"([_^]) ?(?:\(([^()]*)\)|\{ ?(-?\d+|\w) ?\}|(-?\d+|\w))", r"\1{\2\3\4}"),  # x^2 is x^{2}
     (r"^(.*[\w)}])(?= ?\\text)" + UNIT + r" ?((\\text\{ ?[\w /.()^-]*\}(\^\{-?\d\})? ?)+)$", r"\1"),
     (r"^((?:\w ?= ?)?(?:[^a-zA-Z\\]|\\frac|\\times)*)(?= ?\(?[a-zA-Z])" + UNIT  # after a number
      + r"(?: \(?|(?<=\d)(?=[kcm]m|kg))[a-zA-Z]{2}[a-zA-Z /]*\)?(?:\^\{-?\d\})?$", r"\1"),
-    (r"\\text\{([^{}]*)\}", r"\1"), (r"^\\?\{(.*?)\\?\}$", r"\1"),  # \text{even} is even, {1,2} 1,2
+    (r"\\text ?\{([^{}]*)\}", r"\1"), (r"^\\?\{(.*?)\\?\}$", r"\1"),  # {1,2} is 1,2
     (r"^ *\(([^()\[\],;]*)\)$", r"\1"), (r"(?<!\w) | (?!\w)", ""),  # (B) is B, x - 1 is x-1
-    (r"(^|[(\[,;=])\+", r"\1"), (r"([^,;]*)\\pm([^,;]*)", r"\1+\2;\1-\2"),  # +\infty, two numbers
-    (r"(^|[,;])([^<>=,;]*)>(=?)([^<>=,;]*)(?=[,;]|$)", r"\1\4<\3\2"),  # x>3 is 3<x
-    (r"(^|[,;])([^<>=,;]*)>(=?)([^<>=,;]*)>(=?)([^<>=,;]*)(?=[,;]|$)", r"\1\6<\5\4<\3\2")]
+    (r"(^|[(\[,;=])\+", r"\1"), (r"([^,;]*)\\pm([^,;]*)", r"\1+\2;\1-\2")]  # fmt: skip
 NUMBER = re.compile(r"-?(?:(?:\d+ )?\d+/0*[1-9]\d*|(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d{1,3})?)", re.A)
-GROUPS = re.compile(r"-?\d{1,3}(?:[, ]\d{3})+(?:\.\d*)?")  # 1,234.50
-PLAIN = re.compile(r"-?\d+(?:/0*[1-9]\d*|\.\d+)?", re.A)  # most answers
 RELATION = r"[<>]=?|=|\\(?:ne|equiv|approx|sim|simeq|cong|in|to|propto)(?![a-z])"
+GROUPS = r"-?\d{1,3}(?:[, ]\d{3})+(?:\.\d*)?"  # 1,234.50
 NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_\{\w+\})?(?:\([a-z]\))?"
 # The front of x=5, x_1=5, f(x)=2x, \theta=5, (x,y)=(1,2) and x\in[1,2], and what follows it
-LABEL = re.compile(
-    rf"(?s:(?:({NAME}|\({NAME}(?:[,;]{NAME})*\))(?:=|\\in(?![a-z]))(?!.*(?:{RELATION})))?(.*))")
+LABEL = rf"(?:({NAME}|\({NAME}(?:[,;]{NAME})*\))(?:=|\\in(?![a-z]))(?!.*(?:{RELATION})))?(.*)"
 MISREAD = re.compile(  # what math-verify's parser takes for something else; words are not products
     r"[^ -~]|[?#@:\"~`]|\\(?:text|sum|prod|int|lim|mod|to|det|max|min|gcd|lcm|partial|xrightarrow)"
     r"|\d_|\d[eE][-+]?\d|\\frac\{d|[\d)}\]] ?[(\[]-?\d+(?:/\d+)?[)\]]|\d +\d|(?<!matrix)(?<!_\{\d)"
@@ -688,40 +684,35 @@ MISREAD = re.compile(  # what math-verify's parser takes for something else; wor
 
 def last_answer(completion):
     """The content of the last box, else the number after the last ####, else None."""
-    boxes = list(BOX.finditer(completion))
-    if not boxes:
-        line = completion.rpartition("####")[2][:MAX_CHARS] if "####" in completion else ""
-        line = re.split(r"[ *]*(?:\n|$|[,;:.] +(?!\d|[-+]|and |or ))", line.strip(" \n*"))[0]
-        return line if parse_number(normalize(line)) else None  # of 42 eggs, not 43: 42 eggs
-    depth = 1
-    body = completion[boxes[-1].end() :][: MAX_CHARS + 1]
-    for brace in re.finditer(r"(?s)\\.|[{}]", body):  # \\. steps over \{ and \}
-        depth += (brace[0] == "{") - (brace[0] == "}")
-        if depth == 0:
-            return body[: brace.start()].strip() or None
-    return None  # cut off before it closed: an earlier box was not the last word
+    *before, body = BOX.split(completion)
+    if before:  # if it was cut off before it closed, an earlier box was not the last word
+        closed = re.match(rf"(?s)({BRACED})\}}", body[: MAX_CHARS + 1])
+        return closed and closed[1].strip() or None
+    *before, body = completion.rsplit("####", 1)
+    line = re.split(r"[ *]*(?:\n|$|[,;:.] +(?![-+\d]|and |or ))", body[:MAX_CHARS].strip(" \n*"))[0]
+    return line if before and parse_number(normalize(line)) else None  # of 42 eggs, not 43: 42 eggs
 
 
 @functools.lru_cache(maxsize=10_000)
 def normalize(text):
     """One spelling for all the spellings of an answer."""
-    text = re.sub(r"^(-?)\\frac\{(\d+)\}\{(\d+)\}$", r"\1\2/\3", text)
-    if PLAIN.fullmatch(text):
+    if NUMBER.fullmatch(text):
         return text
-    text = text.translate(SYMBOLS)
+    text = re.sub(r"\\?[a-zA-Z]+|\\\S|\{,\}|\*\*|.", lambda x: SPELLED.get(x[0], x[0]), text)
+    text = " ".join(text.split())
     for pattern, new in REWRITES:
         text = re.sub(pattern, new, text.strip().rstrip(".,; "))
     styles = (text.title(), text.upper(), text.capitalize())  # the case of AaBb has a meaning
-    return text.lower() if re.fullmatch("[A-Za-z' -]{3,}", text) and text in styles else text
+    return text.lower() if re.fullmatch("[A-Za-z -]{3,}", text) and text in styles else text
 
 
 def parse_number(text):
     """(exact value, whether it is written as a decimal), or None."""
-    if not PLAIN.fullmatch(text):
+    if not NUMBER.fullmatch(text):
         text = re.sub(r"\\frac\{(-?\d+)\}\{(\d+)\}$", r" \1/\2", text).replace("- ", "-").strip()
-        text = re.sub(r"^(-?)(?=10\^)", r"\g<1>1\\times ", text)  # 10^{-3} is 1\times 10^{-3}
-        text = re.sub(r"\\(?:times|cdot) ?10\^\{\+?(-?\d+)\}$", r"e\1", text)  # 3\times 10^8 is 3e8
-        text = re.sub("[, ]", "", text) if GROUPS.fullmatch(text) else text
+        text = re.sub(r"10\^\{\+?(-?\d+)\}$", r"1e\1", text)
+        text = re.sub(r"\\(?:times|cdot) ?1e", "e", text)  # 3\times 10^8 is 3e8
+        text = re.sub("[, ]", "", text) if re.fullmatch(GROUPS, text) else text
         if not NUMBER.fullmatch(text):
             return None
     value = sum(map(Fraction, text.lstrip("-").split()))  # 1 1/2 is a mixed number
@@ -730,45 +721,43 @@ def parse_number(text):
 
 def split(text):
     """A kind and its parts: ",," and three of a list, "<=" and two sides, "(,)" and two of a point.
-    Cuts only outside of brackets; an expression is one part of no kind."""
+    Cuts only outside of brackets. An expression is one part of no kind, and None is unreadable."""
     outside = text
     for _ in range(MAX_DEPTH):
         outside = re.sub(r"[(\[{][^()\[\]{}]*[)\]}]", lambda inside: "_" * len(inside[0]), outside)
     if re.search(r"[()\[\]{}]", outside):
-        return "unreadable", []
+        return None, []
     for separator in "[,;]", r"\\cup(?![a-z])", RELATION:
         cuts = [at for found in re.finditer(separator, outside) for at in found.span()]
         if cuts:
             parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
+            if parts[1][0] == ">":  # x>3 is 3<x
+                parts = [part.translate(str.maketrans("<>", "><")) for part in parts[::-1]]
             return "".join(parts[1::2]).replace(";", ","), parts[::2]
     kind, parts = split(text[1:-1]) if text[:1] in ("(", "[") else ("", [])
-    return (text[0] + kind + text[-1], parts) if kind[:1] == "," else ("", [text])
+    return (text[0] + kind + text[-1], parts) if kind and kind[0] == "," else ("", [text])
 
 
 def equivalent(gold, text):
     """Whether two normalized answers are equal. The gold says which form is asked for."""
     if gold == text:
         return True
-    (name, asked), (label, given) = (LABEL.fullmatch(one).groups() for one in (gold, text))
-    named_alike = name == label or not name or not label
-    a, b = parse_number(asked), parse_number(given)
-    if a and b and named_alike:  # integers, since arithmetic of fractions is slow
-        (m, n), (p, q) = a[0].as_integer_ratio(), b[0].as_integer_ratio()
-        return m * q == p * n or (a[1] or b[1]) and abs(m * q - p * n) * PRECISION <= abs(m * q)
-    if named_alike and (name or label) and not re.search(RELATION, asked + given):
-        return equivalent(asked, given)
+    (name, asked), (label, given) = (re.fullmatch(LABEL, one).groups() for one in (gold, text))
+    if len({name, label} - {None}) == 1 and not re.search(RELATION, asked + given):
+        return equivalent(asked, given)  # x=5 and 5, but not x=5 and y=5
+    a, b = parse_number(asked), parse_number(text)
+    if a and b:  # a decimal may be off by one in a million: 0.3333333 is 1/3, 0.333 is not
+        return a[0] == b[0] or (a[1] or b[1]) and abs(a[0] - b[0]) * 10**6 <= abs(a[0])
     (kind, golds), (other, texts) = split(gold), split(text)
-    if a or kind != other or kind in ("", "unreadable"):  # only a number is an answer to a number,
-        return not a and kind == other == "" and library_equal(gold, text)  # only a list to a list
-    names = {LABEL.match(one)[1] for one in golds}  # more than one say which is which
-    ordered = len(names) > 1 and not any(LABEL.match(one)[1] for one in texts)
-    if ordered or not kind.startswith((",", r"\cup")):
-        alike = all(map(equivalent, golds, texts))
-        return alike or kind == "=" and library_equal(gold, text)
-    for one in golds:  # each as often as in the other, in any order
-        found = next((other for other in texts if equivalent(one, other)), None)
+    if a or not kind or kind != other:  # only a number equals a number, only a list equals a list
+        return not a and kind == other == "" and library_equal(gold, text)
+    names, labels = ({re.match(LABEL, one)[1] for one in parts} for parts in (golds, texts))
+    ordered = not kind.startswith((",", r"\cup")) or len(names) > 1 and labels == {None}
+    for one in golds:  # each as often as in the other
+        candidates = texts[:1] if ordered else texts
+        found = next((other for other in candidates if equivalent(one, other)), None)
         if found is None:
-            return False
+            return kind == "=" and library_equal(gold, text)
         texts.remove(found)
     return True
 
@@ -794,8 +783,7 @@ def library_worker(resource, sympy, latex2sympy2):
         if a == b or a.is_Rational and b.is_Rational:
             return a == b
         tolerance = 1e-6 if a.has(sympy.Float) or b.has(sympy.Float) else 1e-30
-        unknown = sympy.Tuple(a, b).atoms(sympy.Symbol, sympy.core.function.AppliedUndef)  # f(2)
-        unknown = sorted(unknown, key=str)
+        unknown = sorted(a.free_symbols | b.free_symbols, key=str)
         for draw in map(random.Random, range(2, 6)):  # of both signs: \sqrt{x^2} is not x
             point = {x: sympy.Rational(draw.randrange(-(10**6), 10**6), 314159) for x in unknown}
             x, y = a.xreplace(point).evalf(50), b.xreplace(point).evalf(50)
@@ -811,70 +799,57 @@ def library_worker(resource, sympy, latex2sympy2):
     for line in sys.stdin:  # ends with the caller
         seconds, gold, text = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # CPU time, after which the process is killed
-        signal.alarm(60)  # for one that waits without computing
         equal = False
         with contextlib.suppress(Exception):
             equal = bool(same(value(gold), value(text), None if "=" in gold else 1))
-        signal.alarm(0)
         print(json.dumps([equal, signal.setitimer(signal.ITIMER_PROF, 0)[0]]), flush=True)
 
 
-WORKER = (  # read now, since the file may be edited during a run
+WORKER = [sys.executable, "-c", (  # read now, since the file may be edited during a run
     "import contextlib, functools, json, random, re, resource, signal, sys, sympy\n"
     "from latex2sympy2_extended import latex2sympy2  # math-verify's parser\n"
-    f"{inspect.getsource(library_worker)}library_worker(resource, sympy, latex2sympy2)")
-library = {"process": None, "owner": None, "timeouts": 0}
-library_lock = threading.Lock()
-budget = threading.local()  # .seconds that this thread's verdict may still compute
+    f"{inspect.getsource(library_worker)}library_worker(resource, sympy, latex2sympy2)")]
+library = {"process": None, "owner": None, "seconds": 0, "timeouts": 0}
+library_lock = threading.Lock()  # held for one verdict
 
 
 @functools.lru_cache(maxsize=10_000)
 def library_equal(gold, text):
-    """Ask the worker, one question at a time. Raises TimeoutError, which is not cached."""
+    """Ask the worker. Raises TimeoutError, which is not cached."""
     if MISREAD.search(gold) or MISREAD.search(text):
         return False
-    with library_lock:
-        if library["owner"] != os.getpid():  # none yet, the parent's, or one that owes a reply
-            command = [sys.executable, "-c", WORKER]
-            library["process"] = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
-            if not library["process"].stdout.readline():
-                raise RuntimeError("the verifier did not start; is math-verify installed?")
-        worker = library["process"]
-        library["owner"] = None  # until it replies: after Ctrl-C the next question starts another
-        with contextlib.suppress(BrokenPipeError, ValueError):  # no reply, because it died
-            worker.stdin.write(json.dumps([max(budget.seconds, 0.01), gold, text]).encode() + b"\n")
-            equal, budget.seconds = json.loads(worker.stdout.readline())
-            library["owner"] = os.getpid()
-            return equal
-        if worker.wait() in (-signal.SIGPROF, -signal.SIGALRM):
-            library["timeouts"] += 1
-            raise TimeoutError
+    if library["owner"] != os.getpid():  # none yet, the parent's, or one that owes a reply
+        library["process"] = Popen(WORKER, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+        if not library["process"].stdout.readline():
+            raise RuntimeError("the verifier did not start; is math-verify installed?")
+    worker = library["process"]
+    library["owner"] = None  # until it replies: after Ctrl-C the next question starts another
+    with contextlib.suppress(BrokenPipeError, ValueError):  # no reply, because it died
+        worker.stdin.write(json.dumps([max(library["seconds"], 0.01), gold, text]).encode() + b"\n")
+        equal, library["seconds"] = json.loads(worker.stdout.readline())
+        library["owner"] = os.getpid()
+        return equal
+    if worker.wait() == -signal.SIGPROF:
+        library["timeouts"] += 1
+        raise TimeoutError
     return worker.returncode == -signal.SIGKILL and library_equal(gold, text)  # killed: ask again
-
-
-def verify_timeouts():
-    """How many verdicts ran out of time so far. Each earned 0; many mean a hostile policy."""
-    return library["timeouts"]
 
 
 def gold_answer(raw):
     """The gold that verify compares with, from a dataset's answer column. Of a solution it is the
     last box, or what follows ####; a list, or one in a string, holds alternatives. Or BadInput."""
-    text = raw.strip() if isinstance(raw, str) else ""
-    if len(text) <= MAX_CHARS and PLAIN.fullmatch(normalize(text)):
-        return text
+    text = str(int(raw) if isinstance(raw, float) and raw.is_integer() else raw).strip()
     listed = re.fullmatch(r"""(?s)\[\s*["'](.*)["']\s*\]""", text.replace(r"\\", "\\"))
-    if listed or OR in text:
+    if isinstance(raw, str) and (listed or OR in text):
         raw = re.split(r"""["']\s*,\s*["']""", listed[1]) if listed else text.split(OR)
     if isinstance(raw, list) and raw:
         return OR.join(dict.fromkeys(map(gold_answer, raw)))
-    text = str(int(raw) if isinstance(raw, float) and raw.is_integer() else raw).strip()
     if BOX.search(text) or "####" in text:
         text = last_answer(text) or ""
+    words = re.findall(r"(?<!\\)\b[A-Za-z]{2,}", text[:MAX_CHARS])
     whole = last_answer(rf"\boxed{{{text}}}") == text  # not too long, and its braces close
-    prose = len(re.findall(r"(?<!\\)\b[A-Za-z]{2,}", text[:MAX_CHARS])) > 8
-    placeholder = not whole or prose or re.fullmatch(NO_GOLD, normalize(text).lower())
-    if placeholder or type(raw) not in (str, int, float):
+    placeholder = re.fullmatch(NO_GOLD, normalize(text[:MAX_CHARS]).lower())
+    if len(words) > 8 or not whole or placeholder or type(raw) not in (str, int, float):
         raise BadInput(f"the gold {str(raw)[:60]!r} has no answer that can be read")
     return text
 
@@ -883,11 +858,10 @@ def verify(completion: str, answer: str) -> float:
     """1.0 if the completion's last box, else the number after its last ####, equals the answer."""
     golds = gold_answer(answer).split(OR)
     text = last_answer(completion) if isinstance(completion, str) else None
-    budget.seconds = CPU_SECONDS
-    try:
+    with library_lock, contextlib.suppress(TimeoutError):
+        library["seconds"] = CPU_SECONDS
         return float(any(text and equivalent(normalize(one), normalize(text)) for one in golds))
-    except TimeoutError:
-        return 0.0
+    return 0.0
 
 
 # --- data and runs ---
@@ -1224,7 +1198,7 @@ class Run:
             hint = "try easier or harder problems, or a larger --group_size"
             last = "step" if self.silent == 1 else f"{self.silent} steps"
             warnings.warn(f"no advantage at all in the last {last}: {hint}")
-        if verify_timeouts():
+        if library["timeouts"]:
             warnings.warn("verification timed out: the answer counts as wrong")
 
     def add_samples(self, problems, batch, rewards):
