@@ -42,7 +42,7 @@ import length_alpha
 import matplotlib
 import numpy as np
 import torch
-from common import BadInput, check_flags, checkpoints, load_model, parse_args
+from common import BadInput, check_flags, load_model, parse_args, saved_steps
 from common import token_logps_and_entropies
 from tqdm import tqdm
 
@@ -797,9 +797,9 @@ def find_model(name):
         return name, {}
     if run != folder:
         return name, config
-    if not checkpoints(run):
+    if not saved_steps(run):
         raise BadInput(f"the run in {run} has no checkpoint yet: give another --model")
-    return str(checkpoints(run)[-1]), config
+    return str(run / f"checkpoint-{saved_steps(run)[-1]}"), config
 
 
 def set_up(options, script=grpo, name=None, run=None, trainable=True):

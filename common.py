@@ -21,9 +21,12 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from fractions import Fraction
+from itertools import zip_longest
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
+from zipfile import is_zipfile
 
 # Before torch is imported: otherwise the growing cache of a rollout strands tens of GB on a GPU.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -876,6 +879,7 @@ BENCHMARKS = {  # short names, for evaluation only: hub name[:configuration] and
 # With another one of these, a resume would not be the same run; other flags may change.
 FIXED = """script model dataset instruction chat_template_kwargs date seed lora_rank
     prompts_per_step group_size max_prompt_tokens""".split()
+# With another one of these, an evaluation is not the run's own, and has a name.
 EVALUATION = ("eval_dataset", "eval_temperature", "eval_problems", "eval_samples")
 
 
@@ -903,7 +907,6 @@ def load_rows(source, split):
 
     The question is the column question, problem or prompt: a text, or a list of chat messages. The
     answer is answer or solution, if any. An empty list where a test split does not exist.
-    Raises BadInput, naming the file and line, for what cannot be read.
     """
     if split == "test":
         source, split = BENCHMARKS.get(source, (source, split))
@@ -932,49 +935,49 @@ def load_rows(source, split):
         if split == "test" and "Unknown split" in str(error):
             return []
         raise BadInput(f"cannot read the dataset {place}: {first_line(error)}") from error
-    columns = list(rows[0]) if rows else []
-    column = next((name for name in ("question", "problem", "prompt") if name in columns), None)
-    if column is None:
-        raise BadInput(f"{path} has {len(rows)} rows of {columns}; needed: question|problem|prompt")
+    if not rows:
+        raise BadInput(f"{path} has no rows")
     for number, row in enumerate(rows, 1):
-        row["question"] = row.get(column)
+        found = [row[name] for name in ("question", "problem", "prompt") if name in row]
+        try:
+            text = "".join(turn["content"] for turn in as_chat(found[0]))
+            assert text.encode().strip()  # raises for a lone surrogate
+        except Exception as error:
+            place = f"{path}, {split} row {number}"
+            needed = f"needed: a text in question|problem|prompt, not {str(found)[:60]}"
+            raise BadInput(f"{place}: columns {list(row)}, {needed}") from error
+        row["question"] = found[0]
         if row.get("answer") is None and "solution" in row:
             row["answer"] = row["solution"]
-        try:
-            text = "".join(turn["content"] for turn in as_chat(row["question"]))
-            assert text.encode().strip()  # raises for a lone surrogate
-        except (AssertionError, LookupError, TypeError, UnicodeError) as error:
-            shown = f"the {column} {str(row['question'])[:60]!r} is not text"
-            raise BadInput(f"{path}, {split} row {number}: {shown}") from error
     return rows
 
 
-def readable_golds(rows, source, at_least=0):
-    """The rows with an answer that verify can read. BadInput where a tenth of them have none, or
-    where fewer than at_least are left."""
+def readable_golds(rows, source):
+    """The rows with an answer that verify can read. BadInput where a tenth of them have none."""
     readable = []
-    reasons = []
+    faults = []
     for row in rows:
         try:
             readable.append(row | {"answer": gold_answer(row.get("answer"))})
         except BadInput as error:
-            reasons.append(f"{str(row['question'])[:60]!r}: {error}")
-    if reasons:
-        share = f"{len(reasons)} of {len(rows)} rows"
-        found = f"{source}: {share} lack a readable answer ({reasons[0]})"
-        if len(reasons) * 10 >= len(rows):
-            columns = [name for name in rows[0] if name != "prompt_ids"]
-            raise BadInput(f"{found}; columns: {columns}, needed: answer or solution")
-        if len(readable) < at_least:
-            raise BadInput(f"{found}; the others are fewer than --prompts_per_step {at_least}")
+            faults.append(f"{str(row['question'])[:60]!r}: {error}")
+    if faults:
+        found = f"{source}: {len(faults)} of {len(rows)} rows lack a readable answer ({faults[0]})"
+        if len(faults) * 10 >= len(rows):
+            raise BadInput(f"{found}; columns: {list(rows[0])}, needed: answer or solution")
         say(f"{found}: dropped")
     return readable
 
 
 def load_splits(tokenizer, args):
     """Training rows (none with --steps 0) and held-out rows, each with its "prompt_ids"."""
+    train = []
+    if args.steps > 0:
+        train = add_prompts(load_rows(args.dataset, "train"), tokenizer, args)
+        if len(train) < args.prompts_per_step:
+            few = f"fewer than --prompts_per_step {args.prompts_per_step}"
+            raise BadInput(f"{args.dataset} has {len(train)} usable prompts, {few}")
     source = args.eval_dataset or args.dataset
-    train = load_rows(args.dataset, "train") if args.steps > 0 else []
     held_out = []
     if args.eval_dataset or not args.dataset.lower().endswith(".jsonl"):
         held_out = add_prompts(load_rows(source, "test"), tokenizer, args)
@@ -982,29 +985,26 @@ def load_splits(tokenizer, args):
         if args.eval_dataset or args.steps == 0:
             raise BadInput(f"{source} has no held-out problems: name some by --eval_dataset")
         say("no held-out problems, so no evaluation: name some by --eval_dataset")
-    train = add_prompts(train, tokenizer, args)
-    if 0 < args.steps and len(train) < args.prompts_per_step:
-        few = f"fewer than --prompts_per_step {args.prompts_per_step}"
-        raise BadInput(f"{args.dataset} has {len(train)} usable prompts, {few}")
     return train, held_out
 
 
 def add_prompts(rows, tokenizer, args):
     """The rows whose prompt fits into --max_prompt_tokens, with its token ids as "prompt_ids"."""
+    fitting = []
     prompts = encode_prompts(tokenizer, [row["question"] for row in rows], args)
-    limit = args.max_prompt_tokens
-    fitting = [r | {"prompt_ids": ids} for r, ids in zip(rows, prompts) if len(ids) <= limit]
+    for row, ids in zip(rows, prompts):
+        if len(ids) <= args.max_prompt_tokens:
+            fitting.append(row | {"prompt_ids": ids})
     if len(fitting) < len(rows):
         count = f"{len(rows) - len(fitting)} of {len(rows)} prompts"
-        say(f"dropped {count}, longer than --max_prompt_tokens {limit}")
+        say(f"dropped {count}, longer than --max_prompt_tokens {args.max_prompt_tokens}")
     return fitting
 
 
 class Run:
     """A run's folder: config.json, a copy of the script, metrics.jsonl, eval-*.jsonl, checkpoints.
 
-    Nothing in it changes before the first line is logged. With several processes each has a share
-    of the prompts, and rank 0 writes.
+    Rank 0 writes, and nothing before the first line of the log.
     """
 
     def __init__(self, args, script):
@@ -1019,21 +1019,22 @@ class Run:
         self.config = {"script": self.script.stem, **vars(args), "date": PROMPT_DATE}
         for key in "model", "dataset", "eval_dataset":
             self.config[key] = portable(self.config[key])
-        found = [self.claim() if self.rank == 0 else None]
-        if self.processes > 1:
-            dist.broadcast_object_list(found)
-        self.checkpoint, self.step, self.evaluation = found[0]
+        claimed = self.gather(self.claim() if self.rank == 0 else None)
+        self.checkpoint, self.step, self.evaluation = claimed[0]
         self.first_step = self.step + 1
         self.file = None
-        self.lines = []  # of the evaluation file
+        self.lines = {}  # of the evaluation file
         self.seconds = {}
         self.silent = 0  # steps in a row without any advantage
         self.skipped = 0  # steps in a row without a finite gradient
 
     def claim(self):
         """(checkpoint, step, name of the evaluation), or BadInput where the folder is not free."""
-        if self.args.resume and not (self.folder / "config.json").exists():
-            raise BadInput(f"--resume: there is no run in {self.folder}")
+        if self.args.resume:
+            try:
+                old = dict(json.loads((self.folder / "config.json").read_text()))
+            except (OSError, TypeError, ValueError) as error:
+                raise BadInput(f"--resume: there is no run in {self.folder} ({error})") from error
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.folder / ".lock", "w")
@@ -1043,58 +1044,59 @@ class Run:
         except OSError as error:
             raise BadInput(f"cannot write to --output_dir {self.folder}: {error}") from error
         if not self.args.resume:
-            if checkpoints(self.folder) or (self.folder / "metrics.jsonl").exists():
+            if saved_steps(self.folder) or (self.folder / "metrics.jsonl").exists():
                 how = "add --resume to continue it, choose another --output_dir, or delete it"
                 raise BadInput(f"{self.folder} already contains a run: {how}")
             return None, 0, ""
-        try:
-            old = dict(json.loads((self.folder / "config.json").read_text()))
-        except (TypeError, ValueError) as error:
-            raise BadInput(f"--resume: cannot read {self.folder}/config.json: {error}") from error
-        changed = {
-            key: f"{old.get(key)} -> {new}" for key, new in self.config.items()
-            if old.get(key) != new and key not in ("resume", "output_dir", "device")
-        }
-        if not changed.keys().isdisjoint(FIXED):
-            other = f"the run in {self.folder} is another one ({changed})"
-            raise BadInput(f"--resume: {other}; choose another --output_dir")
-        if self.args.steps > 0:
-            for key, change in changed.items():
-                say(f"--{key} changed: {change}")
-            copy = self.folder / self.script.name
-            if copy.exists() and copy.read_text("utf-8") != self.script.read_text("utf-8"):
-                say(f"{copy.name} was edited: the run's copy of it is replaced")
-        settings = EVALUATION + (() if self.args.steps > 0 else ("temperature", "max_new_tokens"))
-        other = [f"{k}-{self.config[k]}".removeprefix("eval_") for k in settings if k in changed]
-        if "eval_dataset" in changed:
-            held_out = self.args.eval_dataset or self.args.dataset
-            other[0] = held_out.removesuffix(".jsonl").strip("./").replace("/", "_")
-        self.config |= {key: old.get(key) for key in EVALUATION}  # the run keeps its own
-        checkpoint, step = find_checkpoint(self.folder, self.args.steps > 0)
+        evaluation = self.compare(old)
+        checkpoint, step = find_checkpoint(self.folder)
         if 0 < self.args.steps < step:
             raise BadInput(f"{self.folder} is at step {step}: give more --steps, or 0 to evaluate")
-        return checkpoint, step, "-".join(other)
+        return checkpoint, step, evaluation
+
+    def compare(self, old):
+        """Say what changed since the run was here last; returns the name of another evaluation."""
+        changed = [key for key in self.config if self.config[key] != old.get(key)]
+        for key in changed:
+            change = f"--{key} changed: {old.get(key)} -> {self.config[key]}"
+            if key in FIXED:
+                other = f"the run in {self.folder} is another one ({change})"
+                raise BadInput(f"--resume: {other}; choose another --output_dir")
+            if self.args.steps > 0 and key not in ("resume", "output_dir"):
+                say(change)
+        script = self.folder / self.script.name
+        if script.exists() and script.read_text("utf-8") != self.script.read_text("utf-8"):
+            say(f"{script} was edited since")
+        settings = EVALUATION
+        if self.args.steps == 0:
+            settings += ("temperature", "max_new_tokens")
+        other = [f"{key}-{self.config[key]}" for key in settings if key in changed]
+        self.config |= {key: old.get(key) for key in EVALUATION}  # the run keeps its own
+        return "-".join(other).replace("/", "_").replace(".jsonl", "")
 
     def restore(self, optimizer):
         """The optimizer with the checkpoint's state, which --steps 0 does not read."""
         if self.checkpoint and self.args.steps > 0:
-            optimizer.load_state_dict(load_state(self.checkpoint))
+            path = self.checkpoint / "optimizer.pt"
+            try:  # mapped: read where needed, shared by the processes
+                state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            except Exception as error:
+                how = "it needs more memory, or is damaged: then delete this checkpoint"
+                raise BadInput(f"cannot read {path} ({first_line(error)}): {how}") from error
+            optimizer.load_state_dict(state)
         return optimizer
 
-    def begin(self):
-        """Drop the lines of steps that come again; write config.json and a copy of the script."""
-        metrics = self.folder / "metrics.jsonl"
-        last = self.first_step - 1 if self.checkpoint else -1
-        if self.args.steps == 0:
-            last = math.inf  # an evaluation only adds a line
-        kept = []
-        for line in metrics.read_text().splitlines() if metrics.exists() else []:
-            if line.endswith("}") and json.loads(line)["step"] <= last:  # a kill leaves half a line
-                kept.append(line + "\n")
-        replace_file(metrics, "".join(kept))
+    def begin(self, step):
+        """Write config.json and a copy of the script; drop the lines of steps that come again."""
         if self.args.steps > 0 or not self.args.resume:
             replace_file(self.folder / "config.json", json.dumps(self.config, indent=2))
             replace_file(self.folder / self.script.name, self.script.read_text("utf-8"))
+        metrics = self.folder / "metrics.jsonl"
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        lines = [line for line in lines if line.endswith("}")]  # a kill leaves half a line
+        if self.args.steps > 0:
+            lines = [line for line in lines if json.loads(line)["step"] < step]
+        replace_file(metrics, "".join(line + "\n" for line in lines))
         self.file = open(metrics, "a", buffering=1)
 
     def steps(self):
@@ -1104,7 +1106,8 @@ class Run:
         for self.step in self.bar:
             self.clock = time.perf_counter()
             yield self.step
-        say(f"{self.folder}: to continue, --resume --steps N; to evaluate, --resume --steps 0")
+        how = "to continue, --resume with more --steps; to evaluate, --resume --steps 0"
+        say(f"{self.folder} is at step {self.step}: {how}")
 
     def places(self, step):
         """The places of a step in the run, P numbers; with several processes, its share of them."""
@@ -1114,40 +1117,29 @@ class Run:
     def share(self, items):
         return items[self.rank :: self.processes]
 
-    def gather(self, items):
-        """The opposite of share: the lists of all processes as one list, in the original order."""
-        parts = [items]
+    def gather(self, value):
+        """A list of every process' value."""
+        values = [value] * self.processes
         if self.processes > 1:
-            parts = [None] * self.processes
-            dist.all_gather_object(parts, items)
-        everything = [None] * sum(map(len, parts))
-        for i, part in enumerate(parts):
-            everything[i :: self.processes] = part
-        return everything
+            dist.all_gather_object(values, value)
+        return values
 
-    def total(self, value):
-        """The sum of a number, or of each number in a list, over all processes."""
-        sums = torch.tensor(value, dtype=torch.float64)
-        if self.processes > 1:
-            dist.all_reduce(sums)
-        return type(value)(sums.tolist())  # int, float or list
+    def total(self, number):
+        return sum(self.gather(number))
 
-    def mean(self, values, count=1):
-        """The mean of a tensor over all processes, or of a number that is a sum of count values."""
-        if torch.is_tensor(values):
-            count = values.numel()
-            values = values.double().sum().item()
-        values, count = self.total([values, count])
-        return values / max(1, count)
+    def mean(self, values):
+        """The mean of a tensor, or of a number, over all processes."""
+        values = torch.as_tensor(values, dtype=torch.float64)
+        sums, counts = zip(*self.gather((values.sum().item(), values.numel())))
+        return sum(sums) / max(1, sum(counts))
 
     def means(self, sums, count):
-        """{name: mean} over all processes of sums over count values each.
-
-        A name may be missing in some processes: its sum there is 0.
-        """
-        names = sorted(set().union(*self.gather([list(sums)])))
-        *totals, count = self.total([sums.get(name, 0.0) for name in names] + [count])
-        return {name: total / max(1, count) for name, total in zip(names, totals)}
+        """{name: mean} over all processes of sums over count values; some may lack a name."""
+        totals = Counter()
+        for part in self.gather(sums):
+            totals.update(part)
+        count = max(1, self.total(count))
+        return {name: total / count for name, total in totals.items()}
 
     def tick(self, name):
         """Note the seconds since the last tick, to be logged as seconds_<name>."""
@@ -1158,37 +1150,38 @@ class Run:
     def log(self, step, metrics, example=None):
         """A line of metrics.jsonl, and what is printed. A training step has (problem, batch)."""
         if not metrics:
-            return
+            return  # no held-out problems
         if example is not None:
             metrics = metrics | self.seconds
         elif self.evaluation:  # not the run's own
             metrics = {"eval_dataset": self.evaluation} | metrics
         if self.rank == 0:
             if self.file is None:
-                self.begin()
-            line = {key: x if is_finite(x) else None for key, x in metrics.items()}
-            self.file.write(json.dumps({"step": step} | line) + "\n")
+                self.begin(step)
+            line = {"step": step}
+            for key, x in metrics.items():  # NaN is not JSON
+                line[key] = None if isinstance(x, float) and not math.isfinite(x) else x
+            self.file.write(json.dumps(line) + "\n")
         if example is None:
             shown = [f"{key} {x:.3f}" for key, x in metrics.items() if isinstance(x, float)]
             say(f"step {step}: " + "  ".join(shown))
-            return
+        else:
+            self.watch(step, metrics, *example)
+
+    def watch(self, step, metrics, problem, batch):
+        """Show a training step, warn about what must not go unnoticed, end a run that is broken."""
         keys = ("reward", "completion_len", "entropy", "degenerate_frac")
         self.bar.set_postfix({key: metrics[key] for key in keys})
-        problem, batch = example
         if step in (self.first_step, self.args.steps) or step % self.args.eval_every == 0:
             reward = f"reward {batch.rewards[0, 0]:.3g}"
             say(f"step {step}, {reward}: {problem['question']} | {batch.texts[0]}")
         if step == self.first_step:
             check_sampling(batch)
-        self.watch(step, metrics)
-
-    def watch(self, step, metrics):
-        """Warn about what must not go unnoticed, and end a run that is broken."""
         self.silent = self.silent + 1 if metrics["grad_norm"] == 0 else 0
-        self.skipped = 0 if is_finite(metrics["grad_norm"]) else self.skipped + 1
+        self.skipped = 0 if math.isfinite(metrics["grad_norm"]) else self.skipped + 1
         if self.skipped > 0:
             say(f"step {step}: gradient not finite, update skipped ({self.skipped} in a row)")
-        if self.skipped == 3 or not is_finite(metrics["sampling_logp_diff"]):
+        if self.skipped == 3 or not math.isfinite(metrics["sampling_logp_diff"]):
             raise BadInput("the model has diverged: lower --learning_rate, then --resume")
         if self.rank > 0:
             return
@@ -1196,28 +1189,27 @@ class Run:
             warnings.warn("every response was cut off before its end: raise --max_new_tokens")
         if self.silent == 20 or self.silent and step == self.args.steps:
             hint = "try easier or harder problems, or a larger --group_size"
-            last = "step" if self.silent == 1 else f"{self.silent} steps"
-            warnings.warn(f"no advantage at all in the last {last}: {hint}")
+            warnings.warn(f"steps in a row without any advantage: {self.silent}; {hint}")
         if library["timeouts"]:
             warnings.warn("verification timed out: the answer counts as wrong")
 
     def add_samples(self, problems, batch, rewards):
-        """Note responses for the evaluation file; more responses to the last problem join it."""
+        """Note responses for the evaluation file: one line for each problem."""
         n = rewards.shape[1]
         lengths = batch.mask.sum(1).tolist()
         for i, problem in enumerate(problems):
-            if not self.lines or self.lines[-1][0] is not problem:
-                line = {"question": problem["question"], "answer": problem.get("answer")}
-                self.lines.append((problem, line | {"samples": [], "rewards": [], "lengths": []}))
-            line = self.lines[-1][1]
+            line = {"question": problem["question"], "answer": problem.get("answer")}
+            line |= {"samples": [], "rewards": [], "lengths": []}
+            line = self.lines.setdefault(id(problem), line)  # it may have responses already
             line["samples"] += batch.texts[i * n : (i + 1) * n]
             line["rewards"] += rewards[i].tolist()
             line["lengths"] += lengths[i * n : (i + 1) * n]
 
     def save_samples(self):
         """Write eval-<step>.jsonl; returns the rewards, a list for each problem."""
-        lines = self.gather([line for _, line in self.lines])
-        self.lines = []
+        shares = self.gather([*self.lines.values()])
+        lines = [line for row in zip_longest(*shares) for line in row if line]  # in their order
+        self.lines = {}
         if self.rank == 0:
             name = f"eval-{self.step}-{self.evaluation}".removesuffix("-")
             text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -1225,36 +1217,27 @@ class Run:
         return [line["rewards"] for line in lines]
 
     def save(self, step, model, tokenizer, optimizer):
-        """Write checkpoint-<step>: a Hugging Face folder plus the optimizer's state.
-
-        It is written aside and renamed, so a crash never damages an earlier one. The last two are
-        kept. Raises BadInput, for example for a full disk.
-        """
+        """Write checkpoint-<step>: a Hugging Face folder plus the optimizer's state. Keeps two."""
         state = optimizer.state_dict()  # on all processes: it gathers
         if self.rank == 0:
             folder = self.folder / f"checkpoint-{step}"
-            aside = self.folder / "checkpoint.tmp"
+            aside = self.folder / "checkpoint.tmp"  # renamed at the end: a kill damages nothing
             try:
                 remove(aside)
                 save_model(model, tokenizer, aside)
                 torch.save(state, aside / "optimizer.pt")
                 files = [file for file in aside.rglob("*") if file.is_file()]
                 sizes = {str(file.relative_to(aside)): file.stat().st_size for file in files}
-                (aside / "whole.json").write_text(json.dumps({"step": step, "sizes": sizes}))
+                (aside / "whole.json").write_text(json.dumps(sizes))
                 remove(folder)  # an incomplete one of the same step
                 aside.rename(folder)
             except Exception as error:  # OSError, and what safetensors and torch.save make of it
                 remove(aside)
                 rest = "earlier checkpoints are complete: make room, then --resume"
                 raise BadInput(f"cannot save {folder}: {first_line(error)}; {rest}") from error
-            for old in [old for old in checkpoints(self.folder) if step_of(old) <= step][:-2]:
-                remove(old)
-        if self.processes > 1:
-            dist.barrier()
-
-
-def is_finite(x):
-    return not isinstance(x, float) or math.isfinite(x)
+            for old in [old for old in saved_steps(self.folder) if old <= step][:-2]:
+                remove(self.folder / f"checkpoint-{old}")
+        self.gather(None)  # nobody goes on before it is saved
 
 
 def replace_file(path, text):
@@ -1275,54 +1258,39 @@ def remove(folder):
         warnings.warn(f"cannot remove {folder}: {error}")
 
 
-def step_of(path):
-    """The step of a checkpoint's folder; None for other names, such as checkpoint-best."""
-    digits = path.name.removeprefix("checkpoint-")
-    return int(digits) if digits.isdecimal() else None
+def saved_steps(run):
+    """The steps of the checkpoints in a run's folder, oldest first."""
+    names = [path.name.removeprefix("checkpoint-") for path in Path(run).glob("checkpoint-*")]
+    return sorted(int(name) for name in names if name.isdecimal())  # not checkpoint-best
 
 
-def checkpoints(run):
-    """The checkpoint folders of a run, oldest first."""
-    folders = [path for path in Path(run).glob("checkpoint-*") if step_of(path) is not None]
-    return sorted(folders, key=step_of)
+def is_complete(folder):
+    """Whether the files of a checkpoint have their sizes, and headers instead of zeros."""
+    try:
+        sizes = json.loads((folder / "whole.json").read_text())
+        for file in folder.glob("*.safetensors"):
+            safe_open(file, "pt")  # reads the header
+        same = [(folder / name).stat().st_size == size for name, size in sizes.items()]
+        return all(same) and is_zipfile(folder / "optimizer.pt")
+    except Exception:  # a missing file, half a JSON text, zeros after a power cut
+        return False
 
 
-def find_checkpoint(run, with_state=True):
+def find_checkpoint(run):
     """(folder, step) of the newest complete checkpoint, or (None, 0); prints which it skips."""
-    for folder in reversed(checkpoints(run)):
-        try:
-            saved = json.loads((folder / "whole.json").read_text())
-            sizes = {name: (folder / name).stat().st_size for name in saved["sizes"]}
-            if sizes == saved["sizes"]:
-                for file in folder.glob("*.safetensors"):
-                    safe_open(file, "pt")  # reads the header: the right size may be all zeros
-                if with_state:
-                    load_state(folder)
-                say(f"continuing from {folder}")
-                return folder, saved["step"]
-        except BadInput:
-            raise
-        except Exception:  # a missing file, half a JSON text, zeros, code where weights should be
-            pass
+    for step in reversed(saved_steps(run)):
+        folder = Path(run) / f"checkpoint-{step}"
+        if is_complete(folder):
+            say(f"continuing from {folder}")
+            return folder, step
         say(f"{folder} is incomplete: skipped")
     say(f"{run} has no complete checkpoint: starting from step 0")
     return None, 0
 
 
-def load_state(folder):
-    """The optimizer's state, mapped from its file: read where needed, shared by the processes."""
-    path = folder / "optimizer.pt"
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "alloc" not in str(error):
-            raise
-        raise BadInput(f"not enough memory to read {path}: {first_line(error)}") from error
-
-
-def arg(default, help, at_least=-math.inf, at_most=math.inf):
+def arg(default, help, at_least=-sys.float_info.max, at_most=sys.float_info.max):
     """A field of Args: a flag with its help text and bounds."""
-    metadata = {"help": help, "at_least": at_least, "at_most": at_most}
+    metadata = {"help": help, "bounds": (at_least, at_most)}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -1330,12 +1298,10 @@ def check_flags(args, processes):
     """Raise BadInput for a flag outside its bounds."""
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
-        if isinstance(value, (int, float)) and not value >= field.metadata["at_least"]:  # NaN too
-            least = field.metadata["at_least"]
-            raise BadInput(f"--{field.name} must be at least {least}, not {value}")
-        if isinstance(value, (int, float)) and value > field.metadata["at_most"]:
-            most = field.metadata["at_most"]
-            raise BadInput(f"--{field.name} must be at most {most}, not {value}")
+        least, most = field.metadata["bounds"]
+        if isinstance(value, (int, float)) and not least <= value <= most:  # NaN too
+            bound = f"at most {most}" if value > most else f"at least {least}"
+            raise BadInput(f"--{field.name} must be {bound}, not {value}")
     if args.prompts_per_step % processes:
         raise BadInput(f"--prompts_per_step must be divisible by the {processes} processes")
     try:
@@ -1344,15 +1310,19 @@ def check_flags(args, processes):
         raise BadInput(f"--chat_template_kwargs must be a JSON object: {error}") from error
 
 
+class Parser(HfArgumentParser):
+    """It reads a flag from each field of Args, with the field's metadata as options."""
+
+    def add_argument(self, *names, bounds=None, **options):  # argparse knows no bounds
+        if names[0].startswith("--no_"):
+            options["help"] = f"switch --{names[0].removeprefix('--no_')} off"
+        return super().add_argument(*names, **options)
+
+
 def parse_args(Args, TINY, argv=None):
     """Args from the command line. Without --model, TINY replaces the defaults; given flags win."""
-    def flag(field):  # HfArgumentParser knows no bounds
-        help = {"help": field.metadata["help"]}
-        return field.name, field.type, dataclasses.field(default=field.default, metadata=help)
-
-    parser = HfArgumentParser(
-        dataclasses.make_dataclass("Args", map(flag, dataclasses.fields(Args))), allow_abbrev=False,
-        usage="%(prog)s [--flag value ...]   (--help lists the flags)",
+    parser = Parser(
+        Args, allow_abbrev=False, usage="%(prog)s [--flag value ...]   (--help lists the flags)",
         description="Without --model, the defaults are those of TINY in this script.")
     given = parser.parse_known_args(argv)[0]
     if given.model is None:
@@ -1370,25 +1340,20 @@ def run_script(main, Args, TINY):
     try:
         start_process(args.device)
         main(args)
-        return
     except KeyboardInterrupt:
-        code = 130
-        message = "interrupted: add --resume to continue from the last checkpoint"
-        if world()[0] > 0:
-            message = ""
+        if world()[0] == 0:
+            tqdm.write("interrupted: add --resume to continue from the last checkpoint", sys.stderr)
+        sys.exit(130)
     except Exception as error:
         known = isinstance(error, (BadInput, OSError, torch.OutOfMemoryError))  # OSError: full disk
         if world()[0] > 0 or world()[1] > 1 and not known:
             time.sleep(5)  # if another process is the cause, torchrun ends this one meanwhile
         if not known:
             raise
-        code = 2
-        message = f"error: {error}"
         if isinstance(error, torch.OutOfMemoryError):
-            message = "error: the GPU is full: lower --micro_batch_tokens, or add --lora_rank"
+            error = "the GPU is full: lower --micro_batch_tokens, or add --lora_rank"
+        tqdm.write(f"error: {error}", sys.stderr)  # below the progress bar
+        sys.exit(2)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    if message:
-        tqdm.write(message, file=sys.stderr)  # below the progress bar
-    sys.exit(code)

@@ -409,7 +409,7 @@ def load_problems(tokenizer, args):
     """Training and held-out problems: rows of the data, each with its "prompt_ids"."""
     train, held_out = load_splits(tokenizer, args)
     # Delete these two lines together with verify.
-    train = readable_golds(train, args.dataset, args.prompts_per_step)
+    train = readable_golds(train, args.dataset)
     held_out = readable_golds(held_out, args.eval_dataset or args.dataset)
     return train, held_out[: args.eval_problems]
 

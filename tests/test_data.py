@@ -98,7 +98,7 @@ BAD_ROWS = {
     "question is none": ({"question": None, "answer": "1"}, "train row 2.*question"),
     "question is empty": ({"question": " ", "answer": "1"}, "train row 2.*question"),
     "question is a number": ({"question": 7, "answer": "1"}, "train row 2.*question"),
-    "half a character": ('{"question": "\\ud800 1+1=", "answer": "2"}', "train row 2.*is not text"),
+    "half a character": ('{"question": "\\ud800 1+1=", "answer": "2"}', "train row 2.*a text"),
     "an empty chat": ({"question": [], "answer": "1"}, "train row 2.*question"),
     "a chat without text": ({"question": [{"role": "user"}]}, "train row 2.*question"),
     "a first turn without text": (
@@ -130,10 +130,12 @@ def test_39_missing_columns_are_named_beside_the_found_ones(tmp_path):
         load_rows(str(path), "train")
 
 
-def test_39_an_empty_file_is_said(tmp_path):
+def test_39_an_empty_file_is_said(data, tmp_path):
     """Fault: an empty dataset is an IndexError or a run of zero steps."""
-    with pytest.raises(BadInput, match="0 rows"):
-        load_rows(str(written(tmp_path)), "train")
+    empty = written(tmp_path)
+    for flag in "--dataset", "--eval_dataset":
+        with pytest.raises(BadInput, match=f"{empty} has no rows"):
+            run(data, tmp_path / "out", flag, empty)
 
 
 def test_40_over_long_prompts_are_dropped_and_counted(tokenizer, tmp_path, capsys):

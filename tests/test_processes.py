@@ -131,7 +131,8 @@ run = object.__new__(common.Run)
 run.rank, run.processes = common.world()
 sums = {"b": 3.0, "a": 3.0} if run.rank else {"a": 1.0}  # another order, and one is missing
 assert run.means(sums, 1 + run.rank) == {"a": 4 / 3, "b": 1.0}
-assert run.total(2) == 4 and type(run.total(2)) is int and run.total(0.25) == 0.5
+assert run.total(2) == 4 and run.mean(torch.ones(1 + run.rank) * run.rank) == 2 / 3
+assert run.mean(0.5 + run.rank) == 1
 with open(f"{sys.argv[2]}/{dist.get_rank()}.txt", "w") as file:
     file.write(f"{elements} {moments} {total} {norm}")
 dist.destroy_process_group()

@@ -173,8 +173,8 @@ def test_36_a_full_disk_while_saving_ends_with_a_sentence(data, tmp_path):
         error = (tmp_path / f"{name}.txt").read_text()
         assert f"cannot save {tmp_path}/{name}/checkpoint-2" in error
         assert "--resume" in error and "\n" not in error
-        assert [path.name for path in common.checkpoints(tmp_path / name)] == ["checkpoint-1"]
-        assert common.find_checkpoint(tmp_path / name, True)[1] == 1
+        assert common.saved_steps(tmp_path / name) == [1]
+        assert common.find_checkpoint(tmp_path / name)[1] == 1
         assert not (tmp_path / name / "checkpoint.tmp").exists()  # it would fill the disk
 
 
@@ -232,7 +232,7 @@ DAMAGES = {
 def test_36_a_broken_newest_checkpoint_is_skipped_and_said(copied, capsys, damage):
     """Fault: a half-written checkpoint is loaded, crashes the resume, or is skipped in silence."""
     DAMAGES[damage](copied / "checkpoint-2")
-    found = common.find_checkpoint(copied, True)
+    found = common.find_checkpoint(copied)
     assert found == (copied / "checkpoint-1", 1)
     out = capsys.readouterr().out
     assert f"{copied}/checkpoint-2 is incomplete: skipped" in out
@@ -265,7 +265,7 @@ def test_36_too_little_memory_is_not_a_broken_checkpoint(copied, data, monkeypat
         raise RuntimeError("unable to mmap 300 bytes: Cannot allocate memory (12)")
 
     monkeypatch.setattr(torch, "load", load)
-    with pytest.raises(BadInput, match="not enough memory .*checkpoint-2/optimizer.pt"):
+    with pytest.raises(BadInput, match="cannot read .*checkpoint-2/optimizer.pt .*memory"):
         run(data, copied, "--steps", 3, "--resume")
     assert contents(copied) == before
 
@@ -273,7 +273,7 @@ def test_36_too_little_memory_is_not_a_broken_checkpoint(copied, data, monkeypat
 def test_36_only_the_last_two_checkpoints_are_kept(data, tmp_path):
     """Fault: the disk fills up with checkpoints, or the one to fall back to is gone."""
     run(data, tmp_path, "--steps", 3)
-    assert [path.name for path in common.checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-3"]
+    assert common.saved_steps(tmp_path) == [2, 3]
     assert len(list(tmp_path.glob("checkpoint*"))) == 2
 
 
@@ -281,8 +281,7 @@ def test_36_checkpoints_are_ordered_by_number(tmp_path):
     """Fault: checkpoint-100 sorts before checkpoint-20."""
     for name in "checkpoint-100", "checkpoint-20", "checkpoint-3", "checkpoint.tmp":
         (tmp_path / name).mkdir()
-    found = [path.name for path in common.checkpoints(tmp_path)]
-    assert found == ["checkpoint-3", "checkpoint-20", "checkpoint-100"]
+    assert common.saved_steps(tmp_path) == [3, 20, 100]
 
 
 def test_36_checkpoints_saved_under_a_broken_higher_one_are_kept(copied, data):
@@ -309,7 +308,7 @@ def test_36_a_folder_in_a_checkpoint_has_no_size_to_compare(tmp_path):
     tokenizer.chat_template = {"default": "{{ messages }}", "other": "{{ messages }}"}
     write_checkpoint(tmp_path, model, tokenizer)
     folders = {path.name for path in (tmp_path / "checkpoint-1").iterdir() if path.is_dir()}
-    sizes = json.loads((tmp_path / "checkpoint-1/whole.json").read_text())["sizes"]
+    sizes = json.loads((tmp_path / "checkpoint-1/whole.json").read_text())
     assert folders and not folders & sizes.keys() and "model.safetensors" in sizes
 
 
@@ -322,7 +321,7 @@ def test_56_a_linked_old_checkpoint(two_steps, copied, data, tmp_path):
         (copied / f"checkpoint-{step}").symlink_to(disk / f"checkpoint-{step}")
     before = contents(disk)
     run(data, copied, "--steps", 4, "--resume")
-    assert [path.name for path in common.checkpoints(copied)] == ["checkpoint-3", "checkpoint-4"]
+    assert common.saved_steps(copied) == [3, 4]
     assert contents(disk) == before  # the link is gone, not what it leads to
 
 
@@ -337,8 +336,7 @@ def test_56_a_checkpoint_that_cannot_be_removed_is_a_warning(copied, data, monke
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     with pytest.warns(UserWarning, match="cannot remove .*checkpoint-1: .*busy"):
         run(data, copied, "--steps", 4, "--resume")
-    names = [path.name for path in common.checkpoints(copied)]
-    assert names == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
+    assert common.saved_steps(copied) == [1, 3, 4]
 
 
 # --- what is saved is what came ---
@@ -565,14 +563,14 @@ def test_resume_with_steps_0_evaluates_the_newest_checkpoint(two_steps, copied, 
 
 
 OTHERS = {
-    "other": ["--eval_dataset", "other.jsonl"],
-    "a_other": ["--eval_dataset", "./a/other.jsonl"],
-    "a": ["--eval_dataset", "a/"],
-    "temperature-0.0": ["--eval_temperature", 0],
-    "temperature-0.5": ["--eval_temperature", 0.5],
-    "problems-4": ["--eval_problems", 4],
-    "samples-4": ["--eval_samples", 4],
-    "other-samples-4": ["--eval_dataset", "other.jsonl", "--eval_samples", 4],
+    "eval_dataset-other": ["--eval_dataset", "other.jsonl"],
+    "eval_dataset-a_other": ["--eval_dataset", "./a/other.jsonl"],
+    "eval_dataset-a": ["--eval_dataset", "a/"],
+    "eval_temperature-0.0": ["--eval_temperature", 0],
+    "temperature-0.5": ["--temperature", 0.5],
+    "eval_problems-4": ["--eval_problems", 4],
+    "eval_samples-4": ["--eval_samples", 4],
+    "eval_dataset-other-eval_samples-4": ["--eval_dataset", "other.jsonl", "--eval_samples", 4],
 }
 
 
@@ -599,8 +597,9 @@ def test_59_another_evaluation_has_another_name(two_steps, copied, data, tmp_pat
             assert after[copied / path.relative_to(two_steps)] == text
     # Training continues with another evaluation, and then with its own again.
     run(data, copied, "--steps", 3, "--resume", "--eval_samples", 4)
-    assert metrics(copied)[-1]["eval_dataset"] == "samples-4"
-    assert (copied / "eval-3-samples-4.jsonl").exists() and not (copied / "eval-3.jsonl").exists()
+    assert metrics(copied)[-1]["eval_dataset"] == "eval_samples-4"
+    names = sorted(path.name for path in copied.glob("eval-3*.jsonl"))
+    assert names == ["eval-3-eval_samples-4.jsonl"]
     run(data, copied, "--steps", 4, "--resume")
     own = [line["step"] for line in evaluation_lines(copied) if "eval_dataset" not in line]
     assert own == [0, 2, 4] and (copied / "eval-4.jsonl").exists()

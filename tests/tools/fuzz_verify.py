@@ -99,9 +99,8 @@ def main(count=100_000, seed=0):
                 f"{n + 1} in {time.monotonic() - start:.0f} s, {len(raised)} raised, {memory}",
                 flush=True,
             )
-    print(
-        f"{paid / count:.1%} paid, {len(raised)} raised, {CODE.library['timeouts']} out of time, slowest:"
-    )
+    timeouts = CODE.library["timeouts"]
+    print(f"{paid / count:.1%} paid, {len(raised)} raised, {timeouts} out of time, slowest:")
     for seconds, completion, gold in slowest:
         print(f"  {seconds:.2f} s  {completion!r} against {gold!r}")
     for error in raised[:10]:

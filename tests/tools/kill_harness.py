@@ -89,7 +89,7 @@ def newest_complete(folder):
     """The step of the newest checkpoint that loads."""
 
     def child():
-        checkpoint, step = common.find_checkpoint(folder, True)
+        checkpoint, step = common.find_checkpoint(folder)
         if checkpoint is not None:
             common.load_model(checkpoint, "cpu")
         return step
