@@ -675,7 +675,6 @@ REWRITES = [  # in this order
     (r"(^|[(\[,;=])\+", r"\1"), (r"([^,;]*)\\pm([^,;]*)", r"\1+\2;\1-\2")]  # fmt: skip
 NUMBER = re.compile(r"-?(?:(?:\d+ )?\d+/0*[1-9]\d*|(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d{1,3})?)", re.A)
 RELATION = r"[<>]=?|=|\\(?:ne|equiv|approx|sim|simeq|cong|in|to|propto)(?![a-z])"
-GROUPS = r"-?\d{1,3}(?:[, ]\d{3})+(?:\.\d*)?"  # 1,234.50
 NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_\{\w+\})?(?:\([a-z]\))?"
 # The front of x=5, x_1=5, f(x)=2x, \theta=5, (x,y)=(1,2) and x\in[1,2], and what follows it
 LABEL = rf"(?:({NAME}|\({NAME}(?:[,;]{NAME})*\))(?:=|\\in(?![a-z]))(?!.*(?:{RELATION})))?(.*)"
@@ -715,7 +714,8 @@ def parse_number(text):
         text = re.sub(r"\\frac\{(-?\d+)\}\{(\d+)\}$", r" \1/\2", text).replace("- ", "-").strip()
         text = re.sub(r"10\^\{\+?(-?\d+)\}$", r"1e\1", text)
         text = re.sub(r"\\(?:times|cdot) ?1e", "e", text)  # 3\times 10^8 is 3e8
-        text = re.sub("[, ]", "", text) if re.fullmatch(GROUPS, text) else text
+        if re.fullmatch(r"-?\d{1,3}(?:[, ]\d{3})+(?:\.\d*)?", text):  # 1,234.50
+            text = re.sub("[, ]", "", text)
         if not NUMBER.fullmatch(text):
             return None
     value = sum(map(Fraction, text.lstrip("-").split()))  # 1 1/2 is a mixed number
@@ -723,13 +723,12 @@ def parse_number(text):
 
 
 def split(text):
-    """A kind and its parts: ",," and three of a list, "<=" and two sides, "(,)" and two of a point.
-    Cuts only outside of brackets. An expression is one part of no kind, and None is unreadable."""
+    """(kind, parts) of an answer: ",," and three, "<=" and two sides, "(,)" and two of a point."""
     outside = text
     for _ in range(MAX_DEPTH):
         outside = re.sub(r"[(\[{][^()\[\]{}]*[)\]}]", lambda inside: "_" * len(inside[0]), outside)
     if re.search(r"[()\[\]{}]", outside):
-        return None, []
+        return None, []  # unreadable: brackets too deep, or without their other half
     for separator in "[,;]", r"\\cup(?![a-z])", RELATION:
         cuts = [at for found in re.finditer(separator, outside) for at in found.span()]
         if cuts:
@@ -766,8 +765,7 @@ def equivalent(gold, text):
 
 
 def library_worker(resource, sympy, latex2sympy2):
-    """Runs in another process, from its source: nothing of the caller's is imported. A question is
-    [CPU seconds left, gold, text], a reply [whether equal, CPU seconds left]."""
+    """Answers [CPU seconds left, gold, text] by [whether equal, CPU seconds left], line by line."""
     @functools.lru_cache(maxsize=1000)
     def value(text):  # of an equation, the difference between its sides
         letters = r"(\\(?!gamma|Gamma)[a-zA-Z]+)|\\?(gamma|Gamma|[IdT])"  # not functions
@@ -802,13 +800,15 @@ def library_worker(resource, sympy, latex2sympy2):
     for line in sys.stdin:  # ends with the caller
         seconds, gold, text = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # CPU time, after which the process is killed
+        signal.alarm(60)  # for one that waits without computing
         equal = False
         with contextlib.suppress(Exception):
             equal = bool(same(value(gold), value(text), None if "=" in gold else 1))
+        signal.alarm(0)
         print(json.dumps([equal, signal.setitimer(signal.ITIMER_PROF, 0)[0]]), flush=True)
 
 
-WORKER = [sys.executable, "-c", (  # read now, since the file may be edited during a run
+WORKER = [sys.executable, "-c", (  # a process without torch; read now: the file may be edited
     "import contextlib, functools, json, random, re, resource, signal, sys, sympy\n"
     "from latex2sympy2_extended import latex2sympy2  # math-verify's parser\n"
     f"{inspect.getsource(library_worker)}library_worker(resource, sympy, latex2sympy2)")]
@@ -832,7 +832,7 @@ def library_equal(gold, text):
         equal, library["seconds"] = json.loads(worker.stdout.readline())
         library["owner"] = os.getpid()
         return equal
-    if worker.wait() == -signal.SIGPROF:
+    if worker.wait() in (-signal.SIGPROF, -signal.SIGALRM):
         library["timeouts"] += 1
         raise TimeoutError
     return worker.returncode == -signal.SIGKILL and library_equal(gold, text)  # killed: ask again

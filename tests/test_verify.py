@@ -742,6 +742,29 @@ def test_without_a_memory_limit_it_works(tmp_path):
     assert json.loads(worker.stdout.splitlines()[-1])[0] is True
 
 
+WAITING = """
+import signal, time
+alarm = signal.alarm
+def wait(seconds):
+    alarm(min(seconds, 1))
+    time.sleep(30 if seconds else 0)
+signal.alarm = wait
+"""
+
+
+def test_a_worker_that_waits_without_computing_ends(tmp_path):
+    """Fault: a limit in CPU seconds alone lets a verdict wait for ever."""
+    (tmp_path / "sitecustomize.py").write_text(WAITING)
+    worker = subprocess.run(
+        CODE.WORKER,
+        input=json.dumps([60, r"\sqrt{8}", r"2\sqrt{2}"]) + "\n",
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert worker.returncode == -signal.SIGALRM
+
+
 def test_a_busy_machine_changes_no_verdict():
     """Fault: with limits in wall-clock seconds, right answers earned 0 on a busy machine."""
     CODE.library_equal.cache_clear()
