@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 import warnings
-from collections import Counter
 from fractions import Fraction
 from itertools import zip_longest
 from pathlib import Path
@@ -628,9 +627,8 @@ def token_logps_and_entropies(model, input_ids, attention_mask, completion_len, 
 
 
 # --- the verifier ---
-# docs/verifier.md says what counts as equal, and why. An answer is brought into one spelling, cut
-# into parts, and compared part by part: numbers as exact rationals, other expressions by their
-# values, which math-verify's parser and sympy find in a separate process with limits.
+# docs/verifier.md says what counts as equal. An answer is brought into one spelling and compared
+# part by part: numbers exactly, expressions by value, in a separate process that has limits.
 MAX_CHARS = 500  # the longest gold of GSM8K, MATH-500, AMC, AIME and Minerva has 91
 MAX_DEPTH = 12  # brackets inside brackets
 CPU_SECONDS = 1.0  # per verdict, in the separate process; most take 0.01 to 0.1
@@ -641,15 +639,15 @@ for _ in range(MAX_DEPTH):
     BRACED = r"(?:\\.|[^\\{}]|\{" + BRACED + r"\})*"
 NO_GOLD = r"-?inf|nan|none|null|n/a|unknown|omitted|proof|not ?found|see (the )?solution|\W*"
 SPELLINGS = {  # each before the others that become it
-    "": r"\ $ \$ % \% € £ \left \right \big \Big \displaystyle", " ": r"~ \, \: \; \quad \qquad",
-    "-": "−", ",": "{,}", "^": "**", "^2": "²", "^3": "³", r"^\circ ": "°", r"\cdot ": "* ·",
-    r"\times ": "×", r"\pm ": "±", r"\cup ": "∪", r"\in ": "∈", "<": r"\lt", ">": r"\gt",
-    "<=": r"≤ \le \leq \leqslant", ">=": r"≥ \ge \geq \geqslant", r"\ne ": r"≠ \neq",
+    "": r"\ $ \$ % \% € £ \left \right \big \Big \displaystyle",
+    " ": r"~ \, \: \; \> \quad \qquad", "-": "−", ",": "{,}", "^": "**", "^2": "²", "^3": "³",
+    r"^\circ ": "°", r"\cdot ": "* ·", r"\times ": "×", r"\pm ": "±", r"\cup ": "∪", r"\in ": "∈",
+    "<": r"\lt", ">": r"\gt", "<=": r"≤ \le \leq \leqslant", ">=": r"≥ \ge \geq \geqslant",
     r"\text": r"\textbf \textrm \textit \mbox \hbox \mathrm \mathbf \mathit \mathsf \operatorname",
     r"\frac": r"\dfrac \tfrac", r"\emptyset ": r"∅ \varnothing", r"\infty ": "∞ infinity",
-    r"\sqrt ": "√ sqrt", r"\pi ": "π pi", r"\theta ": "theta", r"\sin ": "sin", r"\cos ": "cos",
-    r"\tan ": "tan", r"\ln ": "ln", r"\log ": "log", ";": "and or"}  # fmt: skip
+    r"\ne ": r"≠ \neq", r"\sqrt ": "√", r"\pi ": "π", ";": "and or"}  # fmt: skip
 SPELLED = {other: one for one, others in SPELLINGS.items() for other in others.split()}
+SPELLED |= {name: rf"\{name} " for name in "sqrt pi theta sin cos tan ln log".split()}
 # Words after a number are a unit if one of them is a plural or a known unit (after 1: any word),
 # and none changes the number, takes it back or offers another: 2 million, 3 fifths, 18 is wrong.
 UNIT = (
@@ -1127,19 +1125,20 @@ class Run:
     def total(self, number):
         return sum(self.gather(number))
 
-    def mean(self, values):
-        """The mean of a tensor, or of a number, over all processes."""
-        values = torch.as_tensor(values, dtype=torch.float64)
-        sums, counts = zip(*self.gather((values.sum().item(), values.numel())))
-        return sum(sums) / max(1, sum(counts))
+    def means(self, values):
+        """{name: mean} over all processes, some of which may lack a name.
 
-    def means(self, sums, count):
-        """{name: mean} over all processes of sums over count values; some may lack a name."""
-        totals = Counter()
-        for part in self.gather(sums):
-            totals.update(part)
-        count = max(1, self.total(count))
-        return {name: total / count for name, total in totals.items()}
+        A value is a tensor, or a pair: a sum, and of how many numbers.
+        """
+        pairs = {}
+        for name, x in values.items():
+            pairs[name] = (x.double().sum().item(), x.numel()) if torch.is_tensor(x) else x
+        totals = {}
+        for part in self.gather(pairs):
+            for name, pair in part.items():
+                total, count = totals.get(name, (0, 0))
+                totals[name] = (total + pair[0], count + pair[1])
+        return {name: total / max(1, count) for name, (total, count) in totals.items()}
 
     def tick(self, name):
         """Note the seconds since the last tick, to be logged as seconds_<name>."""

@@ -393,25 +393,25 @@ def summarize(batch, sums, step, args, run):
     rewards = batch.rewards  # (P, G)
     tokens = batch.mask.sum().item()
     difference = (batch.sampled_logps - batch.old_logps).abs()  # (B, T)
-    p = run.mean(rewards)
-    binary = run.mean((rewards == 0) | (rewards == 1)) == 1
+    grad_norm = sums.pop("grad_norm")
+    metrics = run.means({
+        "reward": rewards,
+        "binary": (rewards == 0) | (rewards == 1),
+        "degenerate_frac": rewards.amax(1) == rewards.amin(1),
+        "completion_len": batch.mask.sum(1),
+        "truncated_frac": ~batch.finished,
+        "entropy": batch.entropies[batch.mask],
+        "sampling_logp_diff": difference[batch.mask],
+        "loss": (sums.pop("loss"), 1),
+        **{name: (total, tokens) for name, total in sums.items()},  # what policy_loss returned
+    })
+    p = metrics["reward"]
     iid = p**args.group_size + (1 - p) ** args.group_size
-    return {
-        "reward": p,
-        "degenerate_frac": run.mean(rewards.amax(1) == rewards.amin(1)),
-        "degenerate_iid": iid if binary else None,
-        "completion_len": run.mean(batch.mask.sum(1)),
-        "truncated_frac": run.mean(~batch.finished),
-        "entropy": run.mean(batch.entropies[batch.mask]),
-        "sampling_logp_diff": run.mean(difference[batch.mask]),
-        "loss": run.mean(sums.pop("loss")),
-        "grad_norm": sums.pop("grad_norm"),
-        "clip_frac": None,  # these two keep their place where policy_loss returns none
-        "kl": None,
-        **run.means(sums, tokens),  # what policy_loss returned
-        "learning_rate": learning_rate(step, args),
-        "tokens": run.total(tokens),
-    }
+    metrics["degenerate_iid"] = iid if metrics.pop("binary") == 1 else None
+    metrics["grad_norm"] = grad_norm
+    metrics["learning_rate"] = learning_rate(step, args)
+    metrics["tokens"] = run.total(tokens)
+    return {"clip_frac": None, "kl": None} | metrics  # if policy_loss returned none
 
 
 def load_problems(tokenizer, args):

@@ -230,6 +230,24 @@ KINDS = [
     (r"\log_2 3", [r"\frac{\ln 3}{\ln 2}"], [r"\log_3 2", r"\log 3"]),
     ("A^T", ["A^{T}"], ["A", "A^{2}"]),
     (r"\ln 2+x", [r"x+\ln(2)"], [r"\log 2+x", "x+0.69", "x"]),
+    ("5", [r"5\ ", r"5\Big.", r"5\,", r"5\quad", r"5 {\rm cm}", "5£"], [r"5\\", "5_", r"5\quad 6"]),
+    (r"6\sqrt{2}", [r"\sqrt{2} \cdot 6"], [r"\sqrt{2}[6]", r"\sqrt{2}+6"]),
+    ("x^2>3", ["3<x**2", r"x^2 \gt 3", r"3\lt x²"], ["3>x^2", "x^2>=3", "x^2<3"]),
+    (r"x\ge1, y<2", ["y<2, 1<=x", r"2>y \text{ and } x\geq 1"], [r"x\le1, y<2", "1<x, y<2"]),
+    ("1<x<y", ["y>x>1"], ["1<x>y", "y<x<1", "1>x<y"]),
+    ("2000", [r"2\;000", r"2\:000", r"2\>000", "2~000", "€2000", r"\displaystyle 2000"], []),
+    ("1 000", [r"\operatorname{1000}", r"\textrm{1000}", r"\mathbf{1000}", r"\mathsf{1000}"], []),
+    ("1 000", [r"\hbox{1000}", r"\mathit{1000}"], []),
+    (r"1\quad x", [r"1\qquad x"], []),
+    (r"\big(1,2\big]", ["(1,2]"], ["(1,2)"]),
+    ("2·3x³", [r"2 \cdot 3x^{3}", "6x^3", "2*3*x**3"], ["6x^2"]),
+    (r"1±\pi", [r"1+\pi, 1-\pi"], [r"1+\pi"]),
+    ("x≤2", [r"x \le 2"], ["x<2"]),
+    ("x∈[1,2]", ["[1,2]", r"x \in [1,2]"], ["[1,2)"]),
+    (r"\theta+\sin x", ["sin(x) + theta"], ["theta + sin(y)"]),
+    (r"\cos x+\tan x+\ln x+\log x", ["log(x)+ln(x)+tan(x)+cos(x)"], ["2ln(x)+tan(x)+cos(x)"]),
+    (r"\{x", [r"\{x"], ["x"]),  # no brace that the box has to close
+    (r"\sqrt{x^2+y}+y", [r"y+\sqrt{y+x^2}"], [r"\sqrt{x^2+y}"]),
 ]
 
 
