@@ -108,7 +108,7 @@ def add_adapters(model, base, saved, lora_rank, seed):
 
 def find_device(name):
     """The device of --device, by default CUDA where there is a GPU."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for every length: 30 ms/token on H100
+    torch.backends.cuda.enable_cudnn_sdp(False)  # a new plan for every length: reportedly 30 ms
     if name not in (None, "cpu", "cuda"):
         raise BadInput(f"--device {name}: must be cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
@@ -638,7 +638,7 @@ BRACED = r"(?:\\.|[^\\{}])*"  # \\. steps over \{ and \}
 for _ in range(MAX_DEPTH):
     BRACED = r"(?:\\.|[^\\{}]|\{" + BRACED + r"\})*"
 NO_GOLD = r"-?inf|nan|none|null|n/a|unknown|omitted|proof|not ?found|see (the )?solution|\W*"
-SPELLINGS = {  # each before the others that become it
+SPELLINGS = {  # one spelling, and what is replaced by it
     "": r"\ $ \$ % \% € £ \left \right \big \Big \displaystyle",
     " ": r"~ \, \: \; \> \quad \qquad", "-": "−", ",": "{,}", "^": "**", "^2": "²", "^3": "³",
     r"^\circ ": "°", r"\cdot ": "* ·", r"\times ": "×", r"\pm ": "±", r"\cup ": "∪", r"\in ": "∈",
@@ -687,7 +687,7 @@ def last_answer(completion):
     *before, body = BOX.split(completion)
     if before:  # if it was cut off before it closed, an earlier box was not the last word
         closed = re.match(rf"(?s)({BRACED})\}}", body[: MAX_CHARS + 1])
-        return closed and closed[1].strip() or None
+        return (closed[1].strip() or None) if closed else None
     *before, body = completion.rsplit("####", 1)
     line = re.split(r"[ *]*(?:\n|$|[,;:.] +(?![-+\d]|and |or ))", body[:MAX_CHARS].strip(" \n*"))[0]
     return line if before and parse_number(normalize(line)) else None  # of 42 eggs, not 43: 42 eggs
@@ -707,17 +707,17 @@ def normalize(text):
 
 
 def parse_number(text):
-    """(exact value, whether it is written as a decimal), or None."""
+    """(exact value, whether it is a decimal that is no integer), or None."""
     if not NUMBER.fullmatch(text):
         text = re.sub(r"\\frac\{(-?\d+)\}\{(\d+)\}$", r" \1/\2", text).replace("- ", "-").strip()
-        text = re.sub(r"10\^\{\+?(-?\d+)\}$", r"1e\1", text)
+        text = re.sub(r"(?<![\d.])10\^\{\+?(-?\d+)\}$", r"1e\1", text)  # but not 310^{2}
         text = re.sub(r"\\(?:times|cdot) ?1e", "e", text)  # 3\times 10^8 is 3e8
         if re.fullmatch(r"-?\d{1,3}(?:[, ]\d{3})+(?:\.\d*)?", text):  # 1,234.50
             text = re.sub("[, ]", "", text)
         if not NUMBER.fullmatch(text):
             return None
     value = sum(map(Fraction, text.lstrip("-").split()))  # 1 1/2 is a mixed number
-    return -value if text[0] == "-" else value, value.denominator > 1 and "/" not in text
+    return (-value if text[0] == "-" else value), "/" not in text and value.denominator > 1
 
 
 def split(text):
@@ -748,14 +748,16 @@ def equivalent(gold, text):
     a, b = parse_number(asked), parse_number(text)
     if a and b:  # a decimal may be off by one in a million: 0.3333333 is 1/3, 0.333 is not
         return a[0] == b[0] or (a[1] or b[1]) and abs(a[0] - b[0]) * 10**6 <= abs(a[0])
-    (kind, golds), (other, texts) = split(gold), split(text)
-    if a or not kind or kind != other:  # only a number equals a number, only a list equals a list
-        return not a and kind == other == "" and library_equal(gold, text)
+    (kind, golds), (given_kind, texts) = split(gold), split(text)
+    if not a and kind == given_kind == "":
+        return library_equal(gold, text)
+    if a or not kind or kind != given_kind:  # only a number equals a number, only a list a list
+        return False
     names, labels = ({re.match(LABEL, one)[1] for one in parts} for parts in (golds, texts))
     ordered = not kind.startswith((",", r"\cup")) or len(names) > 1 and labels == {None}
     for one in golds:  # each as often as in the other
         candidates = texts[:1] if ordered else texts
-        found = next((other for other in candidates if equivalent(one, other)), None)
+        found = next((x for x in candidates if equivalent(one, x)), None)
         if found is None:
             return kind == "=" and library_equal(gold, text)
         texts.remove(found)
@@ -763,7 +765,7 @@ def equivalent(gold, text):
 
 
 def library_worker(resource, sympy, latex2sympy2):
-    """Answers [CPU seconds left, gold, text] by [whether equal, CPU seconds left], line by line."""
+    """Reply to each line [CPU seconds left, gold, text] with [equal or not, CPU seconds left]."""
     @functools.lru_cache(maxsize=1000)
     def value(text):  # of an equation, the difference between its sides
         letters = r"(\\(?!gamma|Gamma)[a-zA-Z]+)|\\?(gamma|Gamma|[IdT])"  # not functions
@@ -826,8 +828,9 @@ def library_equal(gold, text):
             raise RuntimeError("the verifier did not start; is math-verify installed?")
     worker = library["process"]
     library["owner"] = None  # until it replies: after Ctrl-C the next question starts another
+    seconds = max(library["seconds"], 0.01)  # 0 would switch the timer off
     with contextlib.suppress(BrokenPipeError, ValueError):  # no reply, because it died
-        worker.stdin.write(json.dumps([max(library["seconds"], 0.01), gold, text]).encode() + b"\n")
+        worker.stdin.write(json.dumps([seconds, gold, text]).encode() + b"\n")
         equal, library["seconds"] = json.loads(worker.stdout.readline())
         library["owner"] = os.getpid()
         return equal
@@ -875,10 +878,10 @@ BENCHMARKS = {  # short names, for evaluation only: hub name[:configuration] and
     "aime24": ("HuggingFaceH4/aime_2024", "train"),
     "aime25": ("math-ai/aime25", "test"),
 }
-# With another one of these, a resume would not be the same run; other flags may change.
+# A resume may not change these, or it would be another run; other flags may change.
 FIXED = """script model dataset instruction chat_template_kwargs date seed lora_rank
     prompts_per_step group_size max_prompt_tokens""".split()
-# With another one of these, an evaluation is not the run's own, and has a name.
+# An evaluation that changes one of these is not the run's own, and gets a name.
 EVALUATION = ("eval_dataset", "eval_temperature", "eval_problems", "eval_samples")
 
 
@@ -889,12 +892,12 @@ def say(text):
 
 
 def locate(name):
-    """A name as it is, or the path of what lies beside this file under that name."""
+    """A path that also finds what lies beside this file, from any working directory."""
     return str(ROOT / name) if not Path(name).exists() and (ROOT / name).exists() else name
 
 
 def portable(name):
-    """The opposite, for what is saved: a path beside this file becomes relative to it."""
+    """The inverse, for what is saved: a path beside this file becomes relative to it."""
     if name is None or not Path(name).exists():
         return name
     path = Path(name).resolve()
@@ -904,8 +907,9 @@ def portable(name):
 def load_rows(source, split):
     """The rows of a split as dicts with all their columns, "question" and "answer" filled in.
 
-    The question is the column question, problem or prompt: a text, or a list of chat messages. The
-    answer is answer or solution, if any. An empty list where a test split does not exist.
+    The question is the first of the columns question, problem and prompt that exists: a text or a
+    list of chat messages. The answer is the column answer, else solution. [] without a test split.
+    Raises BadInput, naming the file and line, for what cannot be read.
     """
     if split == "test":
         source, split = BENCHMARKS.get(source, (source, split))
@@ -940,7 +944,8 @@ def load_rows(source, split):
         found = [row[name] for name in ("question", "problem", "prompt") if name in row]
         try:
             text = "".join(turn["content"] for turn in as_chat(found[0]))
-            assert text.encode().strip()  # raises for a lone surrogate
+            if not text.encode().strip():  # encode raises for a lone surrogate
+                raise ValueError
         except Exception as error:
             place = f"{path}, {split} row {number}"
             needed = f"needed: a text in question|problem|prompt, not {str(found)[:60]}"
@@ -1101,7 +1106,8 @@ class Run:
     def steps(self):
         """The numbers of the steps to come, with a progress bar."""
         numbers = range(self.first_step, self.args.steps + 1)
-        self.bar = tqdm(numbers, self.folder.name, initial=self.step, disable=self.rank > 0)
+        self.bar = tqdm(
+            numbers, self.folder.name, self.args.steps, initial=self.step, disable=self.rank > 0)
         for self.step in self.bar:
             self.clock = time.perf_counter()
             yield self.step
@@ -1151,6 +1157,8 @@ class Run:
         """A line of metrics.jsonl, and what is printed. A training step has (problem, batch)."""
         if not metrics:
             return  # no held-out problems
+        if self.total(library["timeouts"]) and self.rank == 0:
+            warnings.warn("verification timed out: the answer counts as wrong")
         if example is not None:
             metrics = metrics | self.seconds
         elif self.evaluation:  # not the run's own
@@ -1190,8 +1198,6 @@ class Run:
         if self.silent == 20 or self.silent and step == self.args.steps:
             hint = "try easier or harder problems, or a larger --group_size"
             warnings.warn(f"steps in a row without any advantage: {self.silent}; {hint}")
-        if library["timeouts"]:
-            warnings.warn("verification timed out: the answer counts as wrong")
 
     def add_samples(self, problems, batch, rewards):
         """Note responses for the evaluation file: one line for each problem."""
@@ -1228,14 +1234,15 @@ class Run:
                 torch.save(state, aside / "optimizer.pt")
                 files = [file for file in aside.rglob("*") if file.is_file()]
                 sizes = {str(file.relative_to(aside)): file.stat().st_size for file in files}
-                (aside / "whole.json").write_text(json.dumps(sizes))
+                (aside / "whole.json").write_text(json.dumps({"sizes": sizes}))
                 remove(folder)  # an incomplete one of the same step
                 aside.rename(folder)
             except Exception as error:  # OSError, and what safetensors and torch.save make of it
                 remove(aside)
                 rest = "earlier checkpoints are complete: make room, then --resume"
                 raise BadInput(f"cannot save {folder}: {first_line(error)}; {rest}") from error
-            for old in [old for old in saved_steps(self.folder) if old <= step][:-2]:
+            older = [old for old in saved_steps(self.folder) if old <= step]
+            for old in older[:-2]:
                 remove(self.folder / f"checkpoint-{old}")
         self.gather(None)  # nobody goes on before it is saved
 
@@ -1267,7 +1274,7 @@ def saved_steps(run):
 def is_complete(folder):
     """Whether the files of a checkpoint have their sizes, and headers instead of zeros."""
     try:
-        sizes = json.loads((folder / "whole.json").read_text())
+        sizes = json.loads((folder / "whole.json").read_text())["sizes"]
         for file in folder.glob("*.safetensors"):
             safe_open(file, "pt")  # reads the header
         same = [(folder / name).stat().st_size == size for name, size in sizes.items()]
@@ -1295,7 +1302,7 @@ def arg(default, help, at_least=-sys.float_info.max, at_most=sys.float_info.max)
 
 
 def check_flags(args, processes):
-    """Raise BadInput for a flag outside its bounds."""
+    """Raise BadInput for a flag that is out of bounds or cannot be read."""
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         least, most = field.metadata["bounds"]

@@ -173,7 +173,7 @@ def compute_reward(text, problem, length):
 def policy_loss(logps, old_logps, ref_logps, advantages, weights, mask, args):
     """Clipped surrogate plus KL penalty, summed over (b, T) tokens; also metrics for the log.
 
-    W holds every 1 / L and 1 / B: micro-batch losses add up. A metric is a mean over the mask.
+    W contains every 1 / L and 1 / B, so micro-batch losses add up. Metrics are means over the mask.
     """
     # Mask the inputs, not the loss: 0 * NaN from the padding is NaN in the backward pass.
     logps = logps.where(mask, 0.0)
@@ -266,7 +266,7 @@ def update(model, optimizer, batch, advantages, weights, step, args):
             sums["loss"] += loss.item()
             for name, value in metrics.items():
                 sums[name] += (value * mask.sum()).item()
-        # Without any advantage there is no signal, and Adam's momentum must not move the weights.
+        # No advantage, no step, not even for the KL: momentum alone must not move the weights.
         sums["grad_norm"] += optimizer.step(learning_rate(step, args), skip=not advantages.any())
     for name in sums:
         sums[name] /= args.updates_per_rollout
@@ -300,14 +300,14 @@ def rollout(model, tokenizer, problems, samples, args, streams):
     model.eval()
     device = model.device
     stop = torch.tensor(stop_token_ids(model, tokenizer, args), device=device)
-    ids, mask = pad_left(problems, tokenizer.pad_token_id, device)  # (P, S) each
+    ids, attention_mask = pad_left(problems, tokenizer.pad_token_id, device)  # (P, S) each
     cache = DynamicCache(config=model.config)
-    logits = next_token_logits(model, ids, mask, cache)  # (P, V)
+    logits = next_token_logits(model, ids, attention_mask, cache)  # (P, V)
     owner = torch.arange(len(problems), device=device).repeat_interleave(samples)  # (B,)
     cache.reorder_cache(owner)  # not batch_repeat_interleave, which is wrong for hybrid models
     logits = logits[owner]
     ids = ids[owner]
-    mask = mask[owner]
+    attention_mask = attention_mask[owner]
 
     # All random numbers first: a row's tokens do not depend on when the others end.
     uniforms = [torch.rand(samples, args.max_new_tokens, generator=stream) for stream in streams]
@@ -315,7 +315,7 @@ def rollout(model, tokenizer, problems, samples, args, streams):
     responses = torch.full(uniforms.shape, tokenizer.pad_token_id, device=device)
     logps = torch.zeros_like(uniforms)
     active = torch.arange(len(owner), device=device)  # the rows that are still being written
-    active_mask = mask
+    active_mask = attention_mask
     for t in range(args.max_new_tokens):
         tokens, logps[active, t] = sample(logits, uniforms[active, t], args.temperature)
         responses[active, t] = tokens
@@ -330,7 +330,8 @@ def rollout(model, tokenizer, problems, samples, args, streams):
         active_mask = torch.cat([active_mask, active_mask.new_ones(len(active), 1)], 1)
         if t + 1 < args.max_new_tokens:
             logits = next_token_logits(model, tokens[:, None], active_mask, cache)
-    return finish(tokenizer, ids, mask, responses[:, : t + 1], logps[:, : t + 1], stop)
+    responses = responses[:, : t + 1]
+    return finish(tokenizer, ids, attention_mask, responses, logps[:, : t + 1], stop)
 
 
 def finish(tokenizer, ids, attention_mask, responses, logps, stop):
@@ -376,8 +377,9 @@ def micro_batches(model, batch, args):
         order = order[count:]
         used = batch.attention_mask[rows].any(0)
         ids = batch.input_ids[rows][:, used]
-        mask = batch.attention_mask[rows][:, used]
-        yield rows, slice(T), *token_logps_and_entropies(model, ids, mask, T, args.temperature)
+        attention_mask = batch.attention_mask[rows][:, used]
+        yield rows, slice(T), *token_logps_and_entropies(
+            model, ids, attention_mask, T, args.temperature)
 
 
 @torch.no_grad()
@@ -456,7 +458,7 @@ def summarize(batch, sums, step, args, run):
 def load_problems(tokenizer, args):
     """Training and held-out problems: rows of the data, each with its "prompt_ids"."""
     train, held_out = load_splits(tokenizer, args)
-    # Delete these two lines together with verify.
+    # If compute_reward no longer calls verify, delete these two lines.
     train = readable_golds(train, args.dataset)
     held_out = readable_golds(held_out, args.eval_dataset or args.dataset)
     return train, held_out[: args.eval_problems]

@@ -809,9 +809,9 @@ def test_a_checkpoint_with_code_in_it_is_not_run(data, trained, tmp_path):
     shutil.copytree(trained, copied)
     folder = copied / "checkpoint-2"
     torch.save({"masters": [], "adamw": Bomb()}, folder / "optimizer.pt")
-    sizes = json.loads((folder / "whole.json").read_text())
-    sizes["optimizer.pt"] = (folder / "optimizer.pt").stat().st_size
-    (folder / "whole.json").write_text(json.dumps(sizes))
+    whole = json.loads((folder / "whole.json").read_text())
+    whole["sizes"]["optimizer.pt"] = (folder / "optimizer.pt").stat().st_size
+    (folder / "whole.json").write_text(json.dumps(whole))
     with pytest.raises(BadInput, match="cannot read .*optimizer.pt"):
         run(data, copied, "--steps", 3, "--resume")
     assert not (tmp_path / "boom").exists()

@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from analysis import read_json, read_packed
+from common import BadInput
 
 
 def describe(lines):
@@ -37,8 +38,14 @@ def evaluations(path):
     """[(run, step, what describe has found)] of a run's folder, or of a packed file."""
     if path.suffix == ".jsonl":
         pairs = [(log.name, line) for log in read_packed(path) for line in log.evals]
+        if not all("additions" in line for _, line in pairs):
+            raise BadInput(f"{path} was packed without --additions")
         return [(name, line["step"], line["additions"]) for name, line in pairs]
-    files = {int(file.stem.split("-")[1]): file for file in path.glob("eval-*.jsonl")}
+    files = {}
+    for file in path.glob("eval-*.jsonl"):
+        step = file.stem.removeprefix("eval-")
+        if step.isdecimal():  # not an evaluation under other settings
+            files[int(step)] = file
     return [(path.name, step, describe(read_json(file))) for step, file in sorted(files.items())]
 
 
@@ -53,4 +60,8 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -27,7 +27,9 @@ def pack(folder, keys=None, additions=False):
     if log.source:
         lines[0]["source"] = log.source
     for line in log.lines:
-        kept = {key: x for key, x in line.items() if not keys or key in ("step", *keys)}
+        kept = dict(line)
+        if keys:
+            kept = {key: line[key] for key in ("step", "eval_dataset", *keys) if key in line}
         if additions and line in log.evals:
             kept["additions"] = describe(read_json(folder / f"eval-{line['step']}.jsonl"))
         lines.append({"run": log.name, **kept})

@@ -2,8 +2,8 @@
 
     python tests/tools/result_tables.py
 
-It prints them; test_readme.py and test_docs.py write and check them. The numbers are those that
-`python analysis.py curves`, `map` and `lengths` print.
+It prints them; test_readme.py and test_docs.py write and check them. `python analysis.py curves`,
+`map` and `lengths` and count_additions.py print the same numbers, or those of the single runs.
 """
 
 import math
