@@ -637,6 +637,7 @@ BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BRACED = r"(?:\\.|[^\\{}])*"  # \\. steps over \{ and \}
 for _ in range(MAX_DEPTH):
     BRACED = r"(?:\\.|[^\\{}]|\{" + BRACED + r"\})*"
+CLOSED = re.compile(rf"(?s)({BRACED})\}}")  # what follows the brace of a box
 NO_GOLD = r"-?inf|nan|none|null|n/a|unknown|omitted|proof|not ?found|see (the )?solution|\W*"
 SPELLINGS = {  # one spelling, and what is replaced by it
     "": r"\ $ \$ % \% € £ \left \right \big \Big \displaystyle",
@@ -686,7 +687,7 @@ def last_answer(completion):
     """The content of the last box, else the number after the last ####, else None."""
     *before, body = BOX.split(completion)
     if before:  # if it was cut off before it closed, an earlier box was not the last word
-        closed = re.match(rf"(?s)({BRACED})\}}", body[: MAX_CHARS + 1])
+        closed = CLOSED.match(body[: MAX_CHARS + 1])
         return (closed[1].strip() or None) if closed else None
     *before, body = completion.rsplit("####", 1)
     line = re.split(r"[ *]*(?:\n|$|[,;:.] +(?![-+\d]|and |or ))", body[:MAX_CHARS].strip(" \n*"))[0]
@@ -716,7 +717,8 @@ def parse_number(text):
             text = re.sub("[, ]", "", text)
         if not NUMBER.fullmatch(text):
             return None
-    value = sum(map(Fraction, text.lstrip("-").split()))  # 1 1/2 is a mixed number
+    *whole, part = text.lstrip("-").split()  # 1 1/2 is a mixed number
+    value = sum(map(Fraction, whole), Fraction(part))
     return (-value if text[0] == "-" else value), "/" not in text and value.denominator > 1
 
 
