@@ -21,11 +21,11 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from fractions import Fraction
 from itertools import zip_longest
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
-from zipfile import is_zipfile
 
 # Before torch is imported: otherwise the growing cache of a rollout strands tens of GB on a GPU.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -644,7 +644,6 @@ SPELLINGS = {  # one spelling, and what is replaced by it
     " ": r"~ \, \: \; \> \quad \qquad", "-": "−", ",": "{,}", "^": "**", "^2": "²", "^3": "³",
     r"^\circ ": "°", r"\cdot ": "* ·", r"\times ": "×", r"\pm ": "±", r"\cup ": "∪", r"\in ": "∈",
     "<": r"\lt", ">": r"\gt", "<=": r"≤ \le \leq \leqslant", ">=": r"≥ \ge \geq \geqslant",
-    r"\text": r"\textbf \textrm \textit \mbox \hbox \mathrm \mathbf \mathit \mathsf \operatorname",
     r"\frac": r"\dfrac \tfrac", r"\emptyset ": r"∅ \varnothing", r"\infty ": "∞ infinity",
     r"\ne ": r"≠ \neq", r"\sqrt ": "√", r"\pi ": "π", ";": "and or"}  # fmt: skip
 SPELLED = {other: one for one, others in SPELLINGS.items() for other in others.split()}
@@ -659,7 +658,8 @@ UNIT = (
     r"|third|quarter|(?!month)\w+th)s?|is|are|was|has|does|not?|cannot|never|wrong|false|but"
     r"|if|plus|minus|times|over|by|point|mod|base|squared|cubed|less|than|most|this|yes|cos)\b)")
 REWRITES = [  # in this order
-    (r"\\! ?", ""), (r"\{\\rm ", r"\\text{"), (r"\\rm ", ""), (r"\\\{ ?\\\}", r"\\emptyset "),
+    (r"\\(?:text[a-z]*|[mh]box|math(?:rm|bf|it|sf)|operatorname) ?\{|\{\\rm ", r"\\text{"),
+    (r"\\! ?", ""), (r"\\rm ", ""), (r"\\\{ ?\\\}", r"\\emptyset "),
     (r"\^\{?\\prime ?\\prime\}?|''", "_{pp}"), (r"\^\{?\\prime\}?|'", "_{p}"),  # y' is not y
     (r"\^ ?\{? ?\\circ ?\}?(?: ?[CF]$)?", ""), (r",? ?(?:\\text\{[, ]*;[, ]*\}|;) ?|, ", ";"),
     (r"\\sqrt ?\(((?:[^()]|\([^()]*\))*)\)", r"\\sqrt{\1}"),  # \sqrt(51) is \sqrt{51}
@@ -669,7 +669,7 @@ REWRITES = [  # in this order
     (r"^(.*[\w)}])(?= ?\\text)" + UNIT + r" ?((\\text\{ ?[\w /.()^-]*\}(\^\{-?\d\})? ?)+)$", r"\1"),
     (r"^((?:\w ?= ?)?(?:[^a-zA-Z\\]|\\frac|\\times)*)(?= ?\(?[a-zA-Z])" + UNIT  # after a number
      + r"(?: \(?|(?<=\d)(?=[kcm]m|kg))[a-zA-Z]{2}[a-zA-Z /]*\)?(?:\^\{-?\d\})?$", r"\1"),
-    (r"\\text ?\{([^{}]*)\}", r"\1"), (r"^\\?\{(.*?)\\?\}$", r"\1"),  # {1,2} is 1,2
+    (r"\\text\{([^{}]*)\}", r"\1"), (r"^\\?\{(.*?)\\?\}$", r"\1"),  # {1,2} is 1,2
     (r"^ *\(([^()\[\],;]*)\)$", r"\1"), (r"(?<!\w) | (?!\w)", ""),  # (B) is B, x - 1 is x-1
     (r"(^|[(\[,;=])\+", r"\1"), (r"([^,;]*)\\pm([^,;]*)", r"\1+\2;\1-\2")]  # fmt: skip
 NUMBER = re.compile(r"-?(?:(?:\d+ )?\d+/0*[1-9]\d*|(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d{1,3})?)", re.A)
@@ -815,30 +815,32 @@ WORKER = [sys.executable, "-c", (  # a process without torch; read now: the file
     "import contextlib, functools, json, random, re, resource, signal, sys, sympy\n"
     "from latex2sympy2_extended import latex2sympy2  # math-verify's parser\n"
     f"{inspect.getsource(library_worker)}library_worker(resource, sympy, latex2sympy2)")]
-library = {"process": None, "owner": None, "seconds": 0, "timeouts": 0}
-library_lock = threading.Lock()  # held for one verdict
+library = {"process": None, "owner": None, "timeouts": 0}
+library_lock = threading.Lock()
+budget = threading.local()  # .seconds that this thread's verdict may still compute
 
 
 @functools.lru_cache(maxsize=10_000)
 def library_equal(gold, text):
-    """Ask the worker. Raises TimeoutError, which is not cached."""
+    """Ask the worker, one question at a time. Raises TimeoutError, which is not cached."""
     if MISREAD.search(gold) or MISREAD.search(text):
         return False
-    if library["owner"] != os.getpid():  # none yet, the parent's, or one that owes a reply
-        library["process"] = Popen(WORKER, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
-        if not library["process"].stdout.readline():
-            raise RuntimeError("the verifier did not start; is math-verify installed?")
-    worker = library["process"]
-    library["owner"] = None  # until it replies: after Ctrl-C the next question starts another
-    seconds = max(library["seconds"], 0.01)  # 0 would switch the timer off
-    with contextlib.suppress(BrokenPipeError, ValueError):  # no reply, because it died
-        worker.stdin.write(json.dumps([seconds, gold, text]).encode() + b"\n")
-        equal, library["seconds"] = json.loads(worker.stdout.readline())
-        library["owner"] = os.getpid()
-        return equal
-    if worker.wait() in (-signal.SIGPROF, -signal.SIGALRM):
-        library["timeouts"] += 1
-        raise TimeoutError
+    with library_lock:
+        if library["owner"] != os.getpid():  # none yet, the parent's, or one that owes a reply
+            library["process"] = Popen(WORKER, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+            if not library["process"].stdout.readline():
+                raise RuntimeError("the verifier did not start; is math-verify installed?")
+        worker = library["process"]
+        library["owner"] = None  # until it replies: after Ctrl-C the next question starts another
+        seconds = max(budget.seconds, 0.01)  # 0 would switch the timer off
+        with contextlib.suppress(BrokenPipeError, ValueError):  # no reply, because it died
+            worker.stdin.write(json.dumps([seconds, gold, text]).encode() + b"\n")
+            equal, budget.seconds = json.loads(worker.stdout.readline())
+            library["owner"] = os.getpid()
+            return equal
+        if worker.wait() in (-signal.SIGPROF, -signal.SIGALRM):
+            library["timeouts"] += 1
+            raise TimeoutError
     return worker.returncode == -signal.SIGKILL and library_equal(gold, text)  # killed: ask again
 
 
@@ -865,10 +867,11 @@ def verify(completion: str, answer: str) -> float:
     """1.0 if the completion's last box, else the number after its last ####, equals the answer."""
     golds = gold_answer(answer).split(OR)
     text = last_answer(completion) if isinstance(completion, str) else None
-    with library_lock, contextlib.suppress(TimeoutError):
-        library["seconds"] = CPU_SECONDS
+    budget.seconds = CPU_SECONDS
+    try:
         return float(any(text and equivalent(normalize(one), normalize(text)) for one in golds))
-    return 0.0
+    except TimeoutError:
+        return 0.0
 
 
 # --- data and runs ---
@@ -958,8 +961,9 @@ def load_rows(source, split):
     return rows
 
 
-def readable_golds(rows, source):
-    """The rows with an answer that verify can read. BadInput where a tenth of them have none."""
+def readable_golds(rows, source, at_least=0):
+    """The rows with an answer that verify can read. BadInput where a tenth of them have none, or
+    where fewer than at_least are left."""
     readable = []
     faults = []
     for row in rows:
@@ -970,7 +974,10 @@ def readable_golds(rows, source):
     if faults:
         found = f"{source}: {len(faults)} of {len(rows)} rows lack a readable answer ({faults[0]})"
         if len(faults) * 10 >= len(rows):
-            raise BadInput(f"{found}; columns: {list(rows[0])}, needed: answer or solution")
+            columns = [name for name in rows[0] if name != "prompt_ids"]
+            raise BadInput(f"{found}; columns: {columns}, needed: answer or solution")
+        if len(readable) < at_least:
+            raise BadInput(f"{found}; the others are fewer than --prompts_per_step {at_least}")
         say(f"{found}: dropped")
     return readable
 
@@ -1039,8 +1046,11 @@ class Run:
         if self.args.resume:
             try:
                 old = dict(json.loads((self.folder / "config.json").read_text()))
+            except FileNotFoundError as error:
+                raise BadInput(f"--resume: there is no run in {self.folder}") from error
             except (OSError, TypeError, ValueError) as error:
-                raise BadInput(f"--resume: there is no run in {self.folder} ({error})") from error
+                place = self.folder / "config.json"
+                raise BadInput(f"--resume: cannot read {place}: {error}") from error
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.folder / ".lock", "w")
@@ -1055,7 +1065,7 @@ class Run:
                 raise BadInput(f"{self.folder} already contains a run: {how}")
             return None, 0, ""
         evaluation = self.compare(old)
-        checkpoint, step = find_checkpoint(self.folder)
+        checkpoint, step = find_checkpoint(self.folder, self.args.steps > 0)
         if 0 < self.args.steps < step:
             raise BadInput(f"{self.folder} is at step {step}: give more --steps, or 0 to evaluate")
         return checkpoint, step, evaluation
@@ -1076,20 +1086,16 @@ class Run:
         settings = EVALUATION
         if self.args.steps == 0:
             settings += ("temperature", "max_new_tokens")
-        other = [f"{key}-{self.config[key]}" for key in settings if key in changed]
+        held_out = portable(self.args.eval_dataset or self.args.dataset)
+        now = self.config | {"eval_dataset": held_out}
+        other = [f"{key}-{now[key]}" for key in settings if key in changed]
         self.config |= {key: old.get(key) for key in EVALUATION}  # the run keeps its own
         return "-".join(other).replace("/", "_").replace(".jsonl", "")
 
     def restore(self, optimizer):
         """The optimizer with the checkpoint's state, which --steps 0 does not read."""
         if self.checkpoint and self.args.steps > 0:
-            path = self.checkpoint / "optimizer.pt"
-            try:  # mapped: read where needed, shared by the processes
-                state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            except Exception as error:
-                how = "it needs more memory, or is damaged: then delete this checkpoint"
-                raise BadInput(f"cannot read {path} ({first_line(error)}): {how}") from error
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(load_state(self.checkpoint))
         return optimizer
 
     def begin(self, step):
@@ -1135,19 +1141,23 @@ class Run:
         return sum(self.gather(number))
 
     def means(self, values):
-        """{name: mean} over all processes, some of which may lack a name.
-
-        A value is a tensor, or a pair: a sum, and of how many numbers.
-        """
+        """{name: mean} of tensors or numbers over all processes."""
         pairs = {}
         for name, x in values.items():
-            pairs[name] = (x.double().sum().item(), x.numel()) if torch.is_tensor(x) else x
-        totals = {}
-        for part in self.gather(pairs):
-            for name, pair in part.items():
-                total, count = totals.get(name, (0, 0))
-                totals[name] = (total + pair[0], count + pair[1])
-        return {name: total / max(1, count) for name, (total, count) in totals.items()}
+            x = torch.as_tensor(x, dtype=torch.float64)
+            pairs[name] = (x.sum().item(), x.numel())
+        means = {}
+        for name, parts in zip(pairs, zip(*[part.values() for part in self.gather(pairs)])):
+            means[name] = sum(total for total, _ in parts) / max(1, sum(n for _, n in parts))
+        return means
+
+    def token_means(self, sums, tokens):
+        """{name: mean} over the tokens of all processes. A name may be missing in some: 0 there."""
+        tokens = max(1, self.total(tokens))
+        means = Counter()
+        for part in self.gather(sums):
+            means.update({name: x / tokens for name, x in part.items()})
+        return dict(means)
 
     def tick(self, name):
         """Note the seconds since the last tick, to be logged as seconds_<name>."""
@@ -1273,23 +1283,37 @@ def saved_steps(run):
     return sorted(int(name) for name in names if name.isdecimal())  # not checkpoint-best
 
 
-def is_complete(folder):
-    """Whether the files of a checkpoint have their sizes, and headers instead of zeros."""
+def is_complete(folder, with_state):
+    """Whether the files of a checkpoint have their sizes, and can be read."""
     try:
         sizes = json.loads((folder / "whole.json").read_text())["sizes"]
         for file in folder.glob("*.safetensors"):
-            safe_open(file, "pt")  # reads the header
-        same = [(folder / name).stat().st_size == size for name, size in sizes.items()]
-        return all(same) and is_zipfile(folder / "optimizer.pt")
-    except Exception:  # a missing file, half a JSON text, zeros after a power cut
+            safe_open(file, "pt")  # reads the header: the right size may be all zeros
+        if with_state:
+            load_state(folder)
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except BadInput:
+        raise
+    except Exception:  # a missing file, half a JSON text, zeros, code where weights should be
         return False
 
 
-def find_checkpoint(run):
+def load_state(folder):
+    """The optimizer's state, mapped from its file: read where needed, shared by the processes."""
+    path = folder / "optimizer.pt"
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "alloc" not in str(error):
+            raise
+        raise BadInput(f"not enough memory to read {path}: {first_line(error)}") from error
+
+
+def find_checkpoint(run, with_state=True):
     """(folder, step) of the newest complete checkpoint, or (None, 0); prints which it skips."""
     for step in reversed(saved_steps(run)):
         folder = Path(run) / f"checkpoint-{step}"
-        if is_complete(folder):
+        if is_complete(folder, with_state):
             say(f"continuing from {folder}")
             return folder, step
         say(f"{folder} is incomplete: skipped")
@@ -1297,7 +1321,7 @@ def find_checkpoint(run):
     return None, 0
 
 
-def arg(default, help, at_least=-sys.float_info.max, at_most=sys.float_info.max):
+def arg(default, help, at_least=-math.inf, at_most=math.inf):
     """A field of Args: a flag with its help text and bounds."""
     metadata = {"help": help, "bounds": (at_least, at_most)}
     return dataclasses.field(default=default, metadata=metadata)

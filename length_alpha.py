@@ -397,32 +397,35 @@ def summarize(batch, sums, step, args, run):
     rewards = batch.rewards  # (P, G)
     tokens = batch.mask.sum().item()
     difference = (batch.sampled_logps - batch.old_logps).abs()  # (B, T)
-    grad_norm = sums.pop("grad_norm")
-    metrics = run.means({
+    means = run.means({
         "reward": rewards,
-        "binary": (rewards == 0) | (rewards == 1),
         "degenerate_frac": rewards.amax(1) == rewards.amin(1),
+        "degenerate_iid": (rewards == 0) | (rewards == 1),  # replaced below
         "completion_len": batch.mask.sum(1),
         "truncated_frac": ~batch.finished,
         "entropy": batch.entropies[batch.mask],
         "sampling_logp_diff": difference[batch.mask],
-        "loss": (sums.pop("loss"), 1),
-        **{name: (total, tokens) for name, total in sums.items()},  # what policy_loss returned
+        "loss": sums.pop("loss"),
     })
-    p = metrics["reward"]
+    p = means["reward"]
     iid = p**args.group_size + (1 - p) ** args.group_size
-    metrics["degenerate_iid"] = iid if metrics.pop("binary") == 1 else None
-    metrics["grad_norm"] = grad_norm
-    metrics["learning_rate"] = learning_rate(step, args)
-    metrics["tokens"] = run.total(tokens)
-    return {"clip_frac": None, "kl": None} | metrics  # if policy_loss returned none
+    means["degenerate_iid"] = iid if means["degenerate_iid"] == 1 else None
+    return {
+        **means,
+        "grad_norm": sums.pop("grad_norm"),
+        "clip_frac": None,  # these two keep their place where policy_loss returns none
+        "kl": None,
+        **run.token_means(sums, tokens),  # what policy_loss returned
+        "learning_rate": learning_rate(step, args),
+        "tokens": run.total(tokens),
+    }
 
 
 def load_problems(tokenizer, args):
     """Training and held-out problems: rows of the data, each with its "prompt_ids"."""
     train, held_out = load_splits(tokenizer, args)
     # If compute_reward no longer calls verify, delete these two lines.
-    train = readable_golds(train, args.dataset)
+    train = readable_golds(train, args.dataset, args.prompts_per_step)
     held_out = readable_golds(held_out, args.eval_dataset or args.dataset)
     return train, held_out[: args.eval_problems]
 

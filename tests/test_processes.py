@@ -129,10 +129,10 @@ moments = sum(s["exp_avg"].to_local().numel() for s in optimizer.adamw.state.val
 total = sum(weight.numel() for weight in optimizer.weights)
 run = object.__new__(common.Run)
 run.rank, run.processes = common.world()
-values = {"a": (1.0, 1), "x": torch.ones(1 + run.rank) * run.rank}
-if run.rank:  # another order, and another name
-    values = {"b": (3.0, 2), "x": values["x"], "a": (3.0, 2)}
-assert run.means(values) == {"a": 4 / 3, "b": 1.5, "x": 2 / 3}
+sums = {"b": 3.0, "a": 3.0} if run.rank else {"a": 1.0}  # another order, and one is missing
+assert run.token_means(sums, 1 + run.rank) == {"a": 4 / 3, "b": 1.0}
+numbers = torch.arange(1 + 2 * run.rank)
+assert run.means({"x": numbers, "y": 0.5 + run.rank}) == {"x": 3 / 4, "y": 1.0}
 assert run.total(2) == 4
 with open(f"{sys.argv[2]}/{dist.get_rank()}.txt", "w") as file:
     file.write(f"{elements} {moments} {total} {norm}")

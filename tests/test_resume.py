@@ -265,7 +265,7 @@ def test_36_too_little_memory_is_not_a_broken_checkpoint(copied, data, monkeypat
         raise RuntimeError("unable to mmap 300 bytes: Cannot allocate memory (12)")
 
     monkeypatch.setattr(torch, "load", load)
-    with pytest.raises(BadInput, match="cannot read .*checkpoint-2/optimizer.pt .*memory"):
+    with pytest.raises(BadInput, match="not enough memory .*checkpoint-2/optimizer.pt"):
         run(data, copied, "--steps", 3, "--resume")
     assert contents(copied) == before
 
@@ -485,6 +485,23 @@ def test_34_fewer_steps_than_were_taken_is_one_sentence(two_steps, data):
     with pytest.raises(BadInput, match="at step 2: .*--steps"):
         run(data, two_steps, "--steps", 1, "--resume")
     assert contents(two_steps) == before
+
+
+def test_34_a_damaged_config_is_named(copied, data):
+    """Fault: a run whose config.json is damaged is said not to be there."""
+    (copied / "config.json").write_text('{"steps": 2')
+    with pytest.raises(BadInput, match="cannot read .*config.json"):
+        run(data, copied, "--steps", 3, "--resume")
+
+
+def test_36_a_half_zeroed_state_is_skipped(copied, capsys):
+    """Fault: a file of the right size, whose first half was lost, ends the resume."""
+    path = copied / "checkpoint-2/optimizer.pt"
+    content = path.read_bytes()
+    half = len(content) // 2
+    path.write_bytes(bytes(half) + content[half:])
+    assert common.find_checkpoint(copied) == (copied / "checkpoint-1", 1)
+    assert "checkpoint-2 is incomplete: skipped" in capsys.readouterr().out
 
 
 # --- moved, linked, read-only ---
