@@ -366,17 +366,25 @@ def test_a_packed_log_can_hold_the_additions(tmp_path, capsys):
     count_additions.main([str(packed)])
     expected = [f"| a | {step} | {min(step, 1):.2f} | 0.00 | 1.00 |" for step in steps]
     assert capsys.readouterr().out.splitlines()[-len(steps) :] == expected
+    (folder / "eval-0-eval_samples-32.jsonl").write_text("another evaluation")
+    count_additions.main([str(folder)])
+    assert capsys.readouterr().out.splitlines()[-len(steps) :] == expected
+    pack_runs.main([str(packed), str(folder)])
+    with pytest.raises(BadInput, match="was packed without --additions"):
+        count_additions.main([str(packed)])
 
 
 # --- packed logs ---
 def test_a_packed_log_can_be_cut_to_some_numbers(tmp_path):
     folder = make_run(tmp_path / "a")
+    with open(Path(folder, "metrics.jsonl"), "a") as file:
+        file.write('{"step": 2, "eval_accuracy": 0.9, "eval_dataset": "math500"}\n')
     packed = tmp_path / "packed.jsonl"
     keys = ["reward", "degenerate_frac", "degenerate_iid", "eval_accuracy"]
     pack_runs.main([str(packed), folder, "--keys", *keys])
     (head, *lines) = map(json.loads, packed.read_text().splitlines())
     assert head["config"]["script"] == "grpo"
-    assert all(line.keys() <= {"run", "step", *keys} for line in lines)
+    assert all(line.keys() <= {"run", "step", "eval_dataset", *keys} for line in lines)
     assert run("map", packed)[0][0][2] == run("map", folder)[0][0][2]
 
 

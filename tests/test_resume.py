@@ -487,6 +487,18 @@ def test_34_fewer_steps_than_were_taken_is_one_sentence(two_steps, data):
     assert contents(two_steps) == before
 
 
+def test_the_bar_of_a_resumed_run_counts_all_steps(copied, data, capsys):
+    run(data, copied, "--steps", 4, "--resume")
+    assert "4/4" in capsys.readouterr().err
+
+
+def test_an_evaluation_says_that_verdicts_timed_out(copied, data, monkeypatch):
+    """Fault: answers that ran out of time count as wrong, and nobody is told."""
+    monkeypatch.setitem(common.library, "timeouts", 1)
+    with pytest.warns(UserWarning, match="verification timed out"):
+        run(data, copied, "--steps", 0, "--resume")
+
+
 def test_34_a_damaged_config_is_named(copied, data):
     """Fault: a run whose config.json is damaged is said not to be there."""
     (copied / "config.json").write_text('{"steps": 2')
