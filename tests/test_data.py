@@ -153,6 +153,10 @@ def test_41_fewer_prompts_than_a_step_needs_is_said(data, tmp_path):
     """Fault: fewer prompts than a step takes is a run of zero steps."""
     with pytest.raises(BadInput, match="40 usable prompts.*--prompts_per_step 41"):
         run(data, tmp_path, "--prompts_per_step", 41)
+    rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(20)]
+    path = written(tmp_path, *rows, {"question": "1+1=", "answer": None})
+    with pytest.raises(BadInput, match="1 of 21 rows .* fewer than --prompts_per_step 21"):
+        run(path, tmp_path / "out", "--prompts_per_step", 21)
 
 
 # --- files ---

@@ -635,6 +635,16 @@ def test_59_another_evaluation_has_another_name(two_steps, copied, data, tmp_pat
     assert len(metrics(copied)) == len(before) + len(OTHERS) + 4
 
 
+def test_59_a_withdrawn_evaluation_set_has_a_name(data, tmp_path):
+    """Fault: an evaluation on the run's own data is called eval_dataset-None."""
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join((TINY / "test.jsonl").open().readlines()[:3]))
+    run(data, tmp_path / "run", "--steps", 1, "--eval_dataset", other)
+    run(data, tmp_path / "run", "--steps", 0, "--resume")
+    name = metrics(tmp_path / "run")[-1]["eval_dataset"]
+    assert name.startswith("eval_dataset-") and Path(data).name in name
+
+
 def test_59_an_evaluation_deletes_no_line(copied, data):
     """Fault: an evaluation drops the steps after its checkpoint, or all if there is none."""
     shutil.rmtree(copied / "checkpoint-2")
