@@ -52,7 +52,7 @@ class Timed:
     def result(self):
         """(seconds of rollout, of the update, of the whole step), and the tokens of all steps."""
         if self.process.wait():
-            sys.exit(self.said.read_text()[-2000:])
+            sys.exit(self.said.read_text()[-6000:])
         lines = [json.loads(line) for line in self.path.read_text().splitlines()][2:]
         parts = [[line[f"seconds_{name}"] for line in lines] for name in ("rollout", "update")]
         seen = [(moment, done) for moment, done in self.times if done >= 2]
