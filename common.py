@@ -1114,8 +1114,9 @@ class Run:
     def steps(self):
         """The numbers of the steps to come, with a progress bar."""
         numbers = range(self.first_step, self.args.steps + 1)
+        hidden = self.rank > 0 or not numbers
         self.bar = tqdm(
-            numbers, self.folder.name, self.args.steps, initial=self.step, disable=self.rank > 0)
+            numbers, self.folder.name, self.args.steps, initial=self.step, disable=hidden)
         for self.step in self.bar:
             self.clock = time.perf_counter()
             yield self.step

@@ -490,6 +490,8 @@ def test_34_fewer_steps_than_were_taken_is_one_sentence(two_steps, data):
 def test_the_bar_of_a_resumed_run_counts_all_steps(copied, data, capsys):
     run(data, copied, "--steps", 4, "--resume")
     assert "4/4" in capsys.readouterr().err
+    run(data, copied, "--steps", 0, "--resume")
+    assert "it/s" not in capsys.readouterr().err  # nothing to count
 
 
 def test_an_evaluation_says_that_verdicts_timed_out(copied, data, monkeypatch):
