@@ -1104,11 +1104,10 @@ class Run:
             replace_file(self.folder / "config.json", json.dumps(self.config, indent=2))
             replace_file(self.folder / self.script.name, self.script.read_text("utf-8"))
         metrics = self.folder / "metrics.jsonl"
-        lines = metrics.read_text().splitlines() if metrics.exists() else []
-        lines = [line for line in lines if line.endswith("}")]  # a kill leaves half a line
-        if self.args.steps > 0:
-            lines = [line for line in lines if json.loads(line)["step"] < step]
-        replace_file(metrics, "".join(line + "\n" for line in lines))
+        lines = metrics.read_text(errors="replace").splitlines() if metrics.exists() else []
+        lines = [re.fullmatch(r'\{"step": (\d+), .*\}', line) for line in lines]  # not half a line
+        kept = [x[0] for x in lines if x and (int(x[1]) < step or self.args.steps == 0)]
+        replace_file(metrics, "".join(line + "\n" for line in kept))
         self.file = open(metrics, "a", buffering=1)
 
     def steps(self):
@@ -1333,6 +1332,7 @@ def check_flags(args, processes):
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         least, most = field.metadata["bounds"]
+        most = min(most, sys.maxsize) if field.type is int else most
         if isinstance(value, (int, float)) and not least <= value <= most:  # NaN too
             bound = f"at most {most}" if value > most else f"at least {least}"
             raise BadInput(f"--{field.name} must be {bound}, not {value}")

@@ -190,6 +190,7 @@ BAD = {
     "not a number": (["--steps", "many"], "--steps"),
     "half a step": (["--steps", "1.5"], "--steps"),
     "group of one": (["--group_size", "1"], "--group_size must be at least 2"),
+    "more steps than a count": (["--steps", "9" * 20], f"--steps must be at most {sys.maxsize}"),
     "temperature 0": (["--temperature", "0"], "--temperature must be at least 0.01"),
     "unknown model": (["--model", "no/such-model"], "no/such-model"),
     "missing file": (["--dataset", "no/such/file.jsonl"], "no/such/file.jsonl"),

@@ -117,7 +117,12 @@ def test_35_the_reference_is_the_model_the_run_began_with(data, tmp_path, monkey
     assert training_lines(tmp_path)[1]["kl"] > 0
 
 
-@pytest.mark.parametrize("past", ['{"step": 3, "x": 1}\n{"step": 4, "x', '{"step": 3, "x'])
+PAST = [
+    '{"step": 3, "x": 1}\n{"step": 4, "x', '{"step": 3, "x', '{"step": 3, "x": {}', '3', '{"x": 1}',
+    '{"step": null}', "\0\0\0}"]  # fmt: skip
+
+
+@pytest.mark.parametrize("past", PAST)
 def test_34_metrics_past_the_checkpoint_and_half_a_line_are_dropped(copied, data, past):
     """Fault: the steps that are taken again are in the log twice, or half a line breaks it."""
     before = metrics(copied)
