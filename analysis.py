@@ -85,7 +85,7 @@ def mean(values):
 # --- the logs of runs ---
 SMOOTH = 5  # steps per point of a curve
 # Flags that may differ within one curve: they do not change what is learned.
-FREE = set("device eval_every gradient_checkpointing log_completions_every micro_batch_tokens "
+FREE = set("device eval_every gradient_checkpointing micro_batch_tokens "
            "output_dir resume save_every seed".split())  # fmt: skip
 SHORT = {"group_size": "G", "alpha": "α", "progress_weight": "λ", "learning_rate": "lr"}
 
@@ -230,7 +230,7 @@ def group_logs(logs):
 
 
 def describe(log, logs, hidden=()):
-    """The script of a log, and those flags, but for hidden ones, on which not all logs agree."""
+    """The script of a log, and the flags whose values differ among the logs, but hidden ones."""
     label = log.script
     for key in sorted(log.config.keys() - FREE - set(hidden) - {"script"}):
         values = {str(other.config[key]) for other in logs if key in other.config}
@@ -254,7 +254,7 @@ def choose_colours(labels):
     for label in labels:
         name = label.split()[0]
         colour = known.setdefault(name, SPARE_COLOURS[len(known) % len(SPARE_COLOURS)])
-        variants = [other for other in labels if other.split()[0] == name]
+        variants = sorted(other for other in labels if other.split()[0] == name)
         pale = 0.6 * variants.index(label) / max(1, len(variants) - 1)
         result[label] = tuple(np.array(matplotlib.colors.to_rgb(colour)) * (1 - pale) + pale)
     return result
@@ -279,7 +279,8 @@ def plot_mean(axis, logs, key, colour):
     curves = [read_series(log, key) for log in logs]
     steps = sorted(set.intersection(*map(set, curves)))
     y = np.array([[curve[step] for step in steps] for curve in curves])  # (seeds, steps)
-    axis.plot(steps, y.mean(0), color=colour)
+    style = {"marker": "o", "linestyle": ":"} if len(steps) < 4 else {}  # nothing known between
+    axis.plot(steps, y.mean(0), color=colour, **style)
     if len(logs) > 1 and steps:
         deviation = y.std(0, ddof=1)
         low = y.mean(0) - deviation
@@ -298,8 +299,10 @@ def plot_panels(titles, groups, note=""):
     for axis, (key, title) in zip(axes.flat, titles.items()):
         axis.set(title=title, xlabel="step")
         if key == "grad_norm":
-            axis.set_yscale("log")
+            axis.set_yscale("log", nonpositive="mask")
             axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_minor_formatter("")
         if key == "gap":
             axis.axhline(0, **DASHED)
         if key == "mean_wrong":  # right and wrong lengths have one scale
@@ -454,8 +457,8 @@ def unpack_lengths(counts):
 MAP_ROWS = {"model", "dataset", "group_size"}
 MAP_PANELS = {
     "accuracy": "final accuracy",
-    "half": "steps to half of it",
-    "collapsed": "share of runs that collapse",
+    "half": "steps until the reward is half of it",
+    "collapsed": "share of runs that collapse, if any",
     "gap": "zero-variance groups − i.i.d.",
 }
 MAP_TOPS = {"accuracy": 1, "collapsed": 1}  # where the colours end, if not at the largest number
@@ -485,7 +488,7 @@ def draw_map(options):
     caption = (
         "Means over seeds. Collapse: a run ends over a point below half of its best accuracy. "
         "The others: steps until the training reward, as a mean over up to "
-        f"{SMOOTH} steps, is half of the final accuracy."
+        f"{SMOOTH} steps, is half of the final accuracy, where that is at least 0.1."
     )
     header = ["base (accuracy) and G", "algorithm", "seeds", *MAP_PANELS.values()]
     return [(caption, header + ["zero-variance groups"], rows)], plot_map(cells)
@@ -511,7 +514,7 @@ def summarize_cell(logs):
             halves.append(next((x for x in rewards if rewards[x] >= accuracies[-1] / 2), None))
     return {
         "accuracy": mean(finals),
-        "half": mean(halves),
+        "half": mean(halves) if mean(finals) >= 0.1 else None,
         "collapsed": 1 - len(halves) / len(logs),
         "gap": mean(logged(logs, "gap")),
         "zero_variance": mean(logged(logs, "degenerate_frac")),
@@ -529,9 +532,10 @@ def plot_map(cells):
         for (row, column), cell in cells.items():
             if cell[name] is not None:
                 values[rows.index(row), columns.index(column)] = cell[name]
-        image = axis.imshow(values, aspect="auto", vmin=0, vmax=MAP_TOPS.get(name))
+        colours = "viridis" if name == "accuracy" else "viridis_r"
+        image = axis.imshow(values, colours, aspect="auto", vmin=0, vmax=MAP_TOPS.get(name))
         for (y, x), value in np.ndenumerate(values):
-            if not math.isnan(value):
+            if not math.isnan(value) and (value > 0 or name != "collapsed"):
                 ink = readable_ink(np.array(image.to_rgba(value)[:3]))
                 text = f"{value:.0f}" if name == "half" else f"{value:.2f}"
                 axis.text(x, y, text, ha="center", va="center", color=ink, fontsize=8)
@@ -539,6 +543,7 @@ def plot_map(cells):
         axis.set_xticks(range(len(columns)), columns, rotation=40, ha="right")
         axis.set_yticks(range(len(rows)), rows)
         axis.grid(False)
+    figure.suptitle("Means over seeds. Bright is good.", fontsize=9)
     return figure
 
 
@@ -819,7 +824,7 @@ def set_up(options, script=grpo, name=None, run=None, trainable=True):
     model, tokenizer = load_model(args.model, args.device, trainable, rank, args.seed)
     _, problems = script.load_problems(tokenizer, args)
     if not problems:
-        raise BadInput("no held-out problem can be used: name others by --eval_dataset")
+        raise BadInput("no held-out problem can be used: name others with --eval_dataset")
     return model, tokenizer, problems, args
 
 
@@ -983,7 +988,8 @@ def measure_rank(options):
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter("{x:g}")
         use_powers_of_two(axis, list(means))
-    axes[0].plot(list(means), list(means), color="grey", linestyle=":", label="R, the largest")
+    largest = list(means)
+    axes[0].plot(largest, largest, color="grey", linestyle=":", label="R, the largest possible")
     axes[0].set_ylabel("effective rank")
     axes[0].legend()
     header = ["R", "groups", "zero-variance groups"]
@@ -1058,12 +1064,12 @@ def plot_shares(lengths, shares, rows):
     axes[0].set(xlabel="response length, tokens", title="share of the gradient (1: equal)")
     _, k_weight, error_weight, k_gradient, error_gradient, _, _ = np.array(rows).T
     for k, error, marker, label in (
-        (k_weight, error_weight, "s", "weight, Σ W|Â|"),
-        (k_gradient, error_gradient, "o", "gradient, ‖Σ W Â ∇ log π‖"),
+        (k_weight, error_weight, "s", "weight, Σ W |A|"),
+        (k_gradient, error_gradient, "o", "gradient, ‖Σ W A ∇ log π‖"),
     ):
         axes[1].errorbar(ALPHAS, k, 2 * error, fmt=marker, capsize=3, label=label)
     axes[1].plot(ALPHAS, ALPHAS, label="the paper: k = α", **DASHED)
-    axes[1].set(xlabel="α  (0: GRPO, 1: Dr. GRPO)", title="k of share ~ L$^k$ (± 2 errors)")
+    axes[1].set(xlabel="α  (0: GRPO, 1: Dr. GRPO)", title="share ∝ L$^k$: k ± 2 standard errors")
     for axis in axes:
         axis.legend()
     return figure
@@ -1273,12 +1279,15 @@ def parse_options(argv=None):
     ):
         command = add(name, function)
         several = {"nargs": "+", "required": True} if name == "passk" else {}
-        command.add_argument("--model", **several, help="hub name, folder, run; passk: base first")
-        command.add_argument("--problems", type=int, default=problems, help=f"number ({problems})")
-        command.add_argument("--samples", type=int, default=samples, help=f"each ({samples})")
+        which = "hub name, folder or run (passk: several, the base first)"
+        command.add_argument("--model", **several, help=which)
+        count = f"number of problems ({problems})"
+        command.add_argument("--problems", type=int, default=problems, help=count)
+        count = f"responses to each problem ({samples})"
+        command.add_argument("--samples", type=int, default=samples, help=count)
         if name in ("degeneracy", "rank"):
             sizes = {"nargs": "+", "default": [2, 4, 8, 16]}
-            command.add_argument("--groups", type=int, **sizes, help="sizes (2 4 8 16)")
+            command.add_argument("--groups", type=int, **sizes, help="group sizes (2 4 8 16)")
     options, options.flags = parser.parse_known_args(argv)
     if options.flags and "samples" not in options:
         parser.error(f"unrecognized arguments: {' '.join(options.flags)}")

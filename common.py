@@ -269,7 +269,7 @@ def check_model(model, problems, args):
     config = model.config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or math.inf
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond it, log-probs depend on the rows beside
+    if rope.get("rope_type") == "longrope":  # beyond it, a row's log-probs depend on others
         context = rope["original_max_position_embeddings"]
     longest = max((len(problem["prompt_ids"]) for problem in problems), default=0)
     if longest + args.max_new_tokens > context:
@@ -342,7 +342,7 @@ def world():
 
 
 def start_process(device):
-    """Join the processes that torchrun started; nothing to do for a single one."""
+    """Join the processes that torchrun started, if it did."""
     if "LOCAL_RANK" not in os.environ:
         return
     backend = "gloo"
@@ -457,12 +457,12 @@ class Float32AdamW:
     def load_state_dict(self, state):
         """Take over a saved state, also one of another number of processes."""
         if [saved.shape for saved in state["masters"]] != [x.shape for x in self.masters]:
-            fresh = "start a new run from it by --model"
+            fresh = "start a new run from it with --model"
             raise BadInput(f"the checkpoint's optimizer.pt is of another model or version: {fresh}")
         for master, saved in zip(self.masters, state["masters"]):
             master.copy_(self.shard(saved.to(master.device)))
         for moments in state["adamw"]["state"].values():
-            for name in ("exp_avg", "exp_avg_sq"):  # copied: the file they are mapped from may go
+            for name in ("exp_avg", "exp_avg_sq"):  # copied: the mapped file may be deleted
                 moments[name] = self.shard(moments[name].to(self.weights[0].device, copy=True))
         self.adamw.load_state_dict(state["adamw"])
         self.copy_to_weights()
@@ -691,7 +691,7 @@ def last_answer(completion):
         return (closed[1].strip() or None) if closed else None
     *before, body = completion.rsplit("####", 1)
     line = re.split(r"[ *]*(?:\n|$|[,;:.] +(?![-+\d]|and |or ))", body[:MAX_CHARS].strip(" \n*"))[0]
-    return line if before and parse_number(normalize(line)) else None  # of 42 eggs, not 43: 42 eggs
+    return line if before and parse_number(normalize(line)) else None  # 42 eggs, not 43: the 42
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -799,7 +799,7 @@ def library_worker(resource, sympy, latex2sympy2):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
-    print(value(r"\frac{x_{1}}{y}+\sin x"), flush=True)  # the first is slow and counts for nobody
+    print(value(r"\frac{x_{1}}{y}+\sin x"), flush=True)  # slow the first time: no verdict's time
     for line in sys.stdin:  # ends with the caller
         seconds, gold, text = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # CPU time, after which the process is killed
@@ -826,7 +826,7 @@ def library_equal(gold, text):
     if MISREAD.search(gold) or MISREAD.search(text):
         return False
     with library_lock:
-        if library["owner"] != os.getpid():  # none yet, the parent's, or one that owes a reply
+        if library["owner"] != os.getpid():  # none, the parent's, or one interrupted
             library["process"] = Popen(WORKER, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
             if not library["process"].stdout.readline():
                 raise RuntimeError("the verifier did not start; is math-verify installed?")
@@ -996,8 +996,8 @@ def load_splits(tokenizer, args):
         held_out = add_prompts(load_rows(source, "test"), tokenizer, args)
     if not held_out:
         if args.eval_dataset or args.steps == 0:
-            raise BadInput(f"{source} has no held-out problems: name some by --eval_dataset")
-        say("no held-out problems, so no evaluation: name some by --eval_dataset")
+            raise BadInput(f"{source} has no held-out problems: name some with --eval_dataset")
+        say("no held-out problems, so no evaluation: name some with --eval_dataset")
     return train, held_out
 
 
@@ -1082,7 +1082,7 @@ class Run:
                 say(change)
         script = self.folder / self.script.name
         if script.exists() and script.read_text("utf-8") != self.script.read_text("utf-8"):
-            say(f"{script} was edited since")
+            say(f"{script} has been edited since")
         settings = EVALUATION
         if self.args.steps == 0:
             settings += ("temperature", "max_new_tokens")
@@ -1357,7 +1357,7 @@ def parse_args(Args, TINY, argv=None):
     """Args from the command line. Without --model, TINY replaces the defaults; given flags win."""
     parser = Parser(
         Args, allow_abbrev=False, usage="%(prog)s [--flag value ...]   (--help lists the flags)",
-        description="Without --model, the defaults are those of TINY in this script.")
+        description="Defaults are for a run with --model; without it TINY in the script applies.")
     given = parser.parse_known_args(argv)[0]
     if given.model is None:
         parser.set_defaults(**TINY)

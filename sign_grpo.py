@@ -34,16 +34,16 @@ from transformers import DynamicCache
 @dataclass
 class Args:
     # --- model and data ---
-    model: str = arg(None, "hub name or folder (default: the tiny model, with its own settings)")
+    model: str = arg(None, "hub name or folder; None is the tiny model, with its own settings")
     dataset: str = arg("openai/gsm8k:main", "hub name[:configuration], .jsonl file, or folder")
     eval_dataset: str = arg(None, "like --dataset; or gsm8k math500 amc23 minerva aime24 aime25")
     instruction: str = arg(
         "Reason step by step and put the final answer in \\boxed{}.", "appended to every question")
     chat_template_kwargs: str = arg("{}", "JSON object of variables for the chat template")
-    output_dir: str = arg(None, "folder for logs and checkpoints (default: runs/<script>)")
+    output_dir: str = arg(None, "folder for logs and checkpoints; None is runs/<script>")
     resume: bool = arg(False, "continue from the latest complete checkpoint in --output_dir")
     seed: int = arg(0, "random seed", 0)
-    device: str = arg(None, "cpu or cuda (default: cuda if available)")
+    device: str = arg(None, "cpu or cuda; None is cuda if available")
     lora_rank: int = arg(0, "rank of the adapters on every linear layer; 0 trains all weights", 0)
     # --- rollout ---
     prompts_per_step: int = arg(8, "P, prompts per step", 1)
@@ -66,7 +66,7 @@ class Args:
     eval_every: int = arg(50, "steps between evaluations; also before the first, after the last", 1)
     eval_problems: int = arg(200, "number of held-out problems", 1)
     eval_samples: int = arg(4, "responses per held-out problem, for pass@1, 2, 4, ...", 1)
-    eval_temperature: float = arg(None, "default: --temperature; 0 is greedy, one response", 0.0)
+    eval_temperature: float = arg(None, "None is --temperature; 0 is greedy, one response", 0.0)
     save_every: int = arg(100, "steps between checkpoints; also after the last", 1)
     # --- algorithm ---
 
@@ -198,7 +198,7 @@ def update(model, optimizer, batch, advantages, weights, step, args):
     """mu optimizer steps on one rollout; returns means over them: loss, grad_norm, token sums."""
     check_shapes(advantages, weights, batch.mask)
     torch.cuda.empty_cache()  # the rollout's cache grew in many small pieces; no-op without a GPU
-    sums = Counter()  # a name that is not there counts as 0
+    sums = Counter()
     if not NEEDS_SCORES:
         batch.old_logps = torch.zeros_like(batch.sampled_logps)
         batch.entropies = torch.zeros_like(batch.sampled_logps)

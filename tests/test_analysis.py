@@ -362,7 +362,10 @@ def test_a_packed_log_can_hold_the_additions(tmp_path, capsys):
         line = {"question": "1+1=", "samples": ["1+1=2"], "rewards": [step], "lengths": [5]}
         (folder / f"eval-{step}.jsonl").write_text(json.dumps(line) + "\n")
     packed = tmp_path / "packed.jsonl"
-    pack_runs.main([str(packed), str(folder), "--keys", "eval_accuracy", "--additions"])
+    flags = ["--keys", "eval_accuracy", "--additions", "--problems"]
+    pack_runs.main([str(packed), str(folder), *flags])
+    evals = analysis.read_packed(packed)[0].evals
+    assert [line["problem_rewards"] for line in evals] == [[step] for step in steps]
     count_additions.main([str(packed)])
     expected = [f"| a | {step} | {min(step, 1):.2f} | 0.00 | 1.00 |" for step in steps]
     assert capsys.readouterr().out.splitlines()[-len(steps) :] == expected

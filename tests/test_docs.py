@@ -9,14 +9,13 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import stdev
 
 import pytest
 from conftest import ROOT, SCRIPTS, read_jsonl, run
 from tools import count_memory, result_tables
 
 import analysis  # after conftest, which makes the root importable
-import grpo
 
 DOCS = ROOT / "docs"
 PAGES = ["algorithms.md", "metrics.md", "performance.md", "results.md"]
@@ -110,12 +109,21 @@ def test_every_metric_is_explained(data, tmp_path):
     assert {re.sub(r"@\d+", "@k", key) for key in keys} - explained == set()
 
 
-def test_the_error_over_problems_is_that_of_their_accuracies():
-    right = [0, 1, 4, 2, 4]  # of 4 responses each
-    line = {"eval_pass@1": fmean(right) / 4}
-    line["eval_pass@2"] = fmean(grpo.pass_at_k(4, c, 2) for c in right)
-    expected = stdev(c / 4 for c in right) / len(right) ** 0.5
-    assert result_tables.error_over_problems(line, 5, 4) == pytest.approx(expected)
+def test_the_error_over_problems_counts_pairs_of_numbers(monkeypatch):
+    """With one problem for each pair it is the usual one; copies of them add no knowledge."""
+    rewards = [0, 0.25, 1, 0.5, 1]
+    rows = [("question", "answer", pair) for pair in range(5)]
+    monkeypatch.setattr(result_tables, "make_problems", lambda: {"test": rows})
+    expected = stdev(rewards) / len(rewards) ** 0.5
+    assert result_tables.error_over_pairs(rewards) == pytest.approx(expected)
+    monkeypatch.setattr(result_tables, "make_problems", lambda: {"test": rows * 3})
+    assert result_tables.error_over_pairs(rewards * 3) == pytest.approx(expected)
+
+
+def test_no_training_problem_has_a_pair_of_the_test_problems():
+    splits = result_tables.make_problems()
+    pairs = {split: {pair for _, _, pair in rows} for split, rows in splits.items()}
+    assert len(pairs["test"]) == 15 and not pairs["test"] & pairs["train"]
 
 
 def write():

@@ -65,7 +65,7 @@ def generated():
     }.items():
         reading.append(f"| {lines_of(what)} | `{what}`: {text} |")
     return {
-        "dr_grpo diff": f"```diff\n$ diff grpo.py dr_grpo.py\n{body}\n```",
+        "dr_grpo diff": f"```diff\n{body}\n```",
         "table": "\n".join(table),
         "reading": "\n".join(reading),
         "results": result_tables.tiny_tables()[0],

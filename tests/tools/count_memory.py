@@ -77,15 +77,20 @@ def update(m, cards=1, reference=False, tokens=MICRO_BATCH):
     return max(backward, step)
 
 
-def adapters(m, phase, tokens=MICRO_BATCH):
+def merged_layer(m):
+    """One linear layer in float32: its base, the adapters' product and their sum."""
+    return 3 * 4 * m.hidden * m.mlp
+
+
+def adapters(m, phase, tokens=MICRO_BATCH, rows=ROWS):
     """Peak of a phase with adapters of rank 32 on one card."""
     a = m.adapters
     held = 2 * m.parameters + 2 * a + 4 * a + 8 * a
     return held + {
-        "rollout": cache(m, ROWS) + sampling(m, ROWS),
+        "rollout": cache(m, rows) + sampling(m, rows),
         "update": 4 * a + activations(m, tokens, m.saved_adapters),
-        "evaluation": cache(m, 4 * ROWS) + sampling(m, 4 * ROWS),
-        "checkpoint": 4 * m.linears,
+        "evaluation": cache(m, 4 * rows) + sampling(m, 4 * rows),
+        "checkpoint": merged_layer(m),
     }[phase]
 
 
@@ -190,7 +195,8 @@ def adapters_3b():
         ["evaluation: sampling, float32", f"4 × {4 * ROWS} × {m.vocabulary:,} × 4",
          gb(sampling(m, 4 * ROWS))],
         ["**peak of an evaluation**", "", f"**{gb(adapters(m, 'evaluation'))}**"],
-        ["checkpoint: merged weights, float32", f"{m.linears:,} × 4", gb(4 * m.linears)],
+        ["checkpoint: one layer merged, float32", f"3 × {m.hidden:,} × {m.mlp:,} × 4",
+         gb(merged_layer(m))],
         ["**peak of a checkpoint**", "", f"**{gb(adapters(m, 'checkpoint'))}**"],
     ])  # fmt: skip
 

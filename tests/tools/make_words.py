@@ -3,8 +3,8 @@
     python tests/tools/make_words.py runs/words
 
 The runs in docs/runs/smollm.jsonl used them. Each problem follows two worked examples, which show a
-small model the form of an answer. The number pairs in the test problems are in no training problem.
-Seeded: the same files each time.
+small model the form of an answer. The test problems have 15 pairs of numbers, which no training
+problem has in the same order. Seeded: the same files each time.
 """
 
 import json
@@ -23,23 +23,32 @@ NAMES = "Tom Ana Lee Mia Kim Max Ivy Ned".split()
 THINGS = "apples books pens coins toys hats eggs keys".split()
 
 
-def main(folder):
-    folder.mkdir(parents=True, exist_ok=True)
+def make_problems():
+    """{split: [(question, answer, pair of numbers), ...]}."""
     rng = random.Random(0)
     pairs = [(a, b) for a in range(1, 10) for b in range(1, 10)]
     rng.shuffle(pairs)
+    splits = {}
     for split, some, count in (("train", pairs[15:], 500), ("test", pairs[:15], 200)):
         rows = []
         for a, b in some:
             for name in NAMES:
                 thing = rng.choice(THINGS)
+                had = f"{EXAMPLES}{name} had"
                 ask = f"How many {thing} are there now?"
-                rows.append((f"{name} had {a} {thing} and got {b} more. {ask}", a + b))
-                rows.append((f"{name} had {a + b} {thing} and lost {b}. {ask}", a))
+                rows.append((f"{had} {a} {thing} and got {b} more. {ask}", a + b, (a, b)))
+                rows.append((f"{had} {a + b} {thing} and lost {b}. {ask}", a, (a, b)))
         rng.shuffle(rows)
+        splits[split] = rows[:count]
+    return splits
+
+
+def main(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, rows in make_problems().items():
         with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
-            for question, answer in rows[:count]:
-                file.write(json.dumps({"question": EXAMPLES + question, "answer": answer}) + "\n")
+            for question, answer, _ in rows:
+                file.write(json.dumps({"question": question, "answer": answer}) + "\n")
 
 
 if __name__ == "__main__":

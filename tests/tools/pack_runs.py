@@ -4,14 +4,15 @@
     python tests/tools/pack_runs.py docs/runs/map.jsonl runs/map/* --keys reward eval_accuracy
 
 A run's first line holds its name, its flags and a hash of its script; every further line is one of
-its metrics.jsonl. Evaluations also carry how many right and wrong responses had which length, and
-with --additions what count_additions.py finds in them.
+its metrics.jsonl. Evaluations also carry how many right and wrong responses had which length, with
+--additions what count_additions.py finds in them, and with --problems each problem's mean reward.
 """
 
 import argparse
 import json
 import sys
 from pathlib import Path
+from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -20,7 +21,7 @@ from common import BadInput
 from count_additions import describe
 
 
-def pack(folder, keys=None, additions=False):
+def pack(folder, keys=None, additions=False, problems=False):
     """The lines of a run, as dicts; of its numbers all, or those of `keys`."""
     log = read_folder(folder)
     lines = [{"run": log.name, "config": log.config}]
@@ -30,8 +31,12 @@ def pack(folder, keys=None, additions=False):
         kept = dict(line)
         if keys:
             kept = {key: line[key] for key in ("step", "eval_dataset", *keys) if key in line}
-        if additions and line in log.evals:
-            kept["additions"] = describe(read_json(folder / f"eval-{line['step']}.jsonl"))
+        if line in log.evals and (additions or problems):
+            evaluated = read_json(folder / f"eval-{line['step']}.jsonl")
+            if additions:
+                kept["additions"] = describe(evaluated)
+            if problems:
+                kept["problem_rewards"] = [fmean(problem["rewards"]) for problem in evaluated]
         lines.append({"run": log.name, **kept})
     return lines
 
@@ -43,6 +48,8 @@ def main(argv=None):
     parser.add_argument("--keys", nargs="+", help="the numbers to keep (default: all)")
     parser.add_argument(
         "--additions", action="store_true", help="add what count_additions.py finds")  # fmt: skip
+    parser.add_argument(
+        "--problems", action="store_true", help="add the mean reward of each problem")  # fmt: skip
     options = parser.parse_args(argv)
     folders = [Path(folder).resolve() for folder in options.folders]
     names = [folder.name for folder in folders]
@@ -51,7 +58,7 @@ def main(argv=None):
         raise BadInput(f"two of the folders are called {twice[0]}: a run's name must be its own")
     lines = []
     for folder in folders:
-        lines += pack(folder, options.keys, options.additions)
+        lines += pack(folder, options.keys, options.additions, options.problems)
     Path(options.output).parent.mkdir(parents=True, exist_ok=True)
     with open(options.output, "w", encoding="utf-8") as file:
         for line in lines:

@@ -8,14 +8,16 @@ It prints them; test_readme.py and test_docs.py write and check them. `python an
 
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 from statistics import fmean, stdev
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/tools")]
 
 import analysis
 import matplotlib.pyplot as plt
+from make_words import make_problems
 
 TINY = {  # label of `analysis.py curves`: command and G
     "grpo G=8": ("grpo.py", 8),
@@ -124,8 +126,8 @@ def skill_table():
         found.setdefault(base, []).append(log.evals[0]["additions"])
     rows = []
     for base, shares in sorted(found.items(), key=lambda item: fmean(x[2] for x in item[1])):
-        accuracy, _, right = map(fmean, zip(*shares))
-        rows.append([base, f"{accuracy:.3f}", f"{right:.2f}"])
+        accuracy, _, right = map(analysis.mean, zip(*shares))
+        rows.append([base, f"{100 * accuracy:.1f} %", f"{right:.2f}"])
     return markdown(["base", "accuracy", "additions right"], rows)
 
 
@@ -157,14 +159,17 @@ def weak_table():
     return markdown(["script", *names], rows)
 
 
-def error_over_problems(line, problems, n):
-    """Standard error of an accuracy over problems with n responses each, from pass@1 and pass@2.
+def error_over_pairs(rewards):
+    """Standard error of the mean of the test problems' rewards.
 
-    Where d of n are wrong, mean d = n (1 - pass@1), mean d (d - 1) = n (n - 1) (1 - pass@2).
+    Problems with the same pair of numbers are not independent: what counts are the pairs' sums.
     """
-    d = n * (1 - line["eval_pass@1"])
-    variance = n * (n - 1) * (1 - line["eval_pass@2"]) + d - d**2
-    return math.sqrt(variance / (problems - 1)) / n
+    mean = fmean(rewards)
+    sums = Counter()
+    for (_, _, pair), reward in zip(make_problems()["test"], rewards, strict=True):
+        sums[pair] += reward - mean
+    variance = sum(x**2 for x in sums.values()) * len(sums) / (len(sums) - 1)
+    return math.sqrt(variance) / len(rewards)
 
 
 def words_table():
@@ -178,8 +183,7 @@ def words_table():
         ends = []
         for log in sorted(logs, key=lambda log: log.config["seed"]):
             first, last = log.evals[0], log.evals[-1]
-            n = log.config["eval_samples"]
-            error = error_over_problems(last, log.config["eval_problems"], n)
+            error = error_over_pairs(last["problem_rewards"])
             ends.append(last["eval_accuracy"])
             before = f"{first['eval_accuracy']:.3f}"
             rows.append([name, G, log.config["seed"], before, f"{ends[-1]:.3f}", f"{error:.3f}"])
