@@ -42,7 +42,7 @@ import length_alpha
 import matplotlib
 import numpy as np
 import torch
-from common import BadInput, check_flags, load_model, parse_args, saved_steps
+from common import BadInput, check_flags, load_model, locate, parse_args, saved_steps
 from common import token_logps_and_entropies
 from tqdm import tqdm
 
@@ -103,18 +103,22 @@ class Log:
     evals: list = dataclasses.field(default_factory=list)  # evaluations on its own problems
 
     def __post_init__(self):
-        if "script" not in self.config:
+        self.script = self.config.get("script") if isinstance(self.config, dict) else None
+        if not isinstance(self.script, str) or not self.script:
             raise BadInput(f"{self.place} does not name its script: not a run")
-        self.script = self.config["script"]
 
     def add(self, line):
+        numbers = (int, float, type(None))
+        for key in ("reward", "eval_accuracy", "degenerate_frac", "degenerate_iid"):
+            if not isinstance(line.get("step"), int) or not isinstance(line.get(key), numbers):
+                raise BadInput(f"{self.place}: not a line of metrics.jsonl: {str(line)[:60]}")
         self.lines.append(line)
-        if "eval_accuracy" in line and "eval_dataset" not in line:
+        if line.get("eval_accuracy") is not None and "eval_dataset" not in line:
             self.evals.append(line)
-        if "reward" in line:
+        if line.get("reward") is not None:
             gap = None
             if line.get("degenerate_iid") is not None:
-                gap = line["degenerate_frac"] - line["degenerate_iid"]
+                gap = line.get("degenerate_frac", math.nan) - line["degenerate_iid"]
             self.train.append({**line, "gap": gap})
 
 
@@ -153,7 +157,7 @@ def read_json(path):
         if path.suffix == ".jsonl":
             return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
         return json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise BadInput(f"cannot read {path}: {error}") from error
 
 
@@ -179,7 +183,7 @@ def count_lengths(path):
     try:
         for line in read_json(path):
             for reward, length in zip(line["rewards"], line["lengths"], strict=True):
-                counts["lengths_right" if reward >= 1 else "lengths_wrong"][length] += 1
+                counts["lengths_right" if reward >= 1 else "lengths_wrong"][int(length)] += 1
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(f"cannot read rewards and lengths in {path}: {error}") from error
     return {key: sorted(map(list, count.items())) for key, count in counts.items()}
@@ -189,7 +193,7 @@ def read_packed(path):
     """The logs in a file that tests/tools/pack_runs.py has made."""
     logs = {}
     for number, line in enumerate(read_json(path), 1):
-        name = line.pop("run", None)
+        name = str(line.pop("run", None))
         if "config" in line:
             logs[name] = Log(f"{path}: {name}", name, line["config"], line.get("source"))
         elif name in logs:
@@ -208,11 +212,19 @@ def split_logs(logs):
     result = []
     for group in groups.values():
         for one, other in itertools.combinations(group, 2):
-            if all(logged([one], key) == logged([other], key) for key in ("reward", "loss")):
+            if without_seconds(one) == without_seconds(other):
                 raise BadInput(f"{one.place} and {other.place} hold the same numbers: give one")
         seeds = {log.config.get("seed") for log in group}
         result += [group] if len(seeds) == len(group) else [[log] for log in group]
     return result
+
+
+def without_seconds(log):
+    """A log's lines without the times, in which two copies of one run would differ too."""
+    lines = []
+    for line in log.lines:
+        lines.append({key: x for key, x in line.items() if not key.startswith("seconds_")})
+    return lines
 
 
 def group_logs(logs):
@@ -418,7 +430,7 @@ def draw_lengths(options):
     """
     logs = read_logs(options.runs, options.only)
     for log in logs:
-        log.evals = [line for line in log.evals if "lengths_right" in line]
+        log.evals = [x for x in log.evals if x.get("lengths_right") or x.get("lengths_wrong")]
     logs = keep_logs(lambda log: log.evals, logs, "has no evaluation that recorded lengths")
     base = [log.evals[0][f"lengths_{kind}"] for log in logs for kind in ("right", "wrong")]
     long = round(mean(unpack_lengths(sum(base, []))))
@@ -499,7 +511,7 @@ def describe_base(log, logs):
     keys = ("model", "dataset")
     same = [x for x in logs if all(x.config.get(key) == log.config.get(key) for key in keys)]
     accuracy = mean([other.evals[0]["eval_accuracy"] for other in same])
-    return accuracy, log.config["group_size"], Path(str(log.config.get("model"))).name
+    return accuracy, log.config.get("group_size", 0), Path(str(log.config.get("model"))).name
 
 
 def summarize_cell(logs):
@@ -820,6 +832,8 @@ def set_up(options, script=grpo, name=None, run=None, trainable=True):
     argv = [f"--{key}={value}" for key, value in flags.items() if value is not None]
     args = parse_args(script.Args, script.TINY, argv + options.flags)
     check_flags(args, 1)
+    if (run or own).get("script", "grpo") not in COLOURS:
+        print(f"rewards here are those of grpo.py, not of {own['script']}.py", file=sys.stderr)
     rank = args.lora_rank
     model, tokenizer = load_model(args.model, args.device, trainable, rank, args.seed)
     _, problems = script.load_problems(tokenizer, args)
@@ -883,8 +897,8 @@ def measure_degeneracy(options):
     Claims (Sign paper): the share always exceeds p^G + (1 - p)^G, by Jensen's inequality; at G = 4
     it is 0.69.
     """
-    if options.samples < max(options.groups):
-        raise BadInput(f"--samples must be at least the largest of --groups, {max(options.groups)}")
+    if min(options.groups) < 2 or options.samples < max(options.groups):
+        raise BadInput("--groups must be at least 2 and at most --samples")
     counts = count_right(options)
     rates = counts / options.samples  # (problems,)
     p = float(rates.mean())
@@ -1103,7 +1117,8 @@ def show_tokens(options):
     """
     model, tokenizer, problems, args = set_up(options, ep_grpo)
     path, config = find_model(options.model)
-    reference, _ = load_model(config.get("model") or path, args.device, trainable=False)
+    origin = locate(config.get("model") or path)
+    reference, _ = load_model(origin, args.device, trainable=False)
     groups = zip(problems, draw_groups(model, tokenizer, problems, options.samples, args))
     for problem, batch in groups:
         if len(batch.rewards.unique()) > 1:  # the first group whose rewards differ, else the last
@@ -1311,8 +1326,12 @@ def main(argv=None):
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", message="Glyph")  # a token that matplotlib's font lacks
+    for stream in sys.stdout, sys.stderr:
+        stream.reconfigure(errors="replace")  # where the console cannot show a character
     try:
         main()
-    except BadInput as error:
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (BadInput, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -263,6 +263,14 @@ def pad_left(problems, pad, device):
 
 
 @torch.no_grad()
+def is_finite(model):
+    """Whether the weights are finite, and the logits of a few tokens."""
+    ids = torch.arange(1, 9, device=model.device)[None]
+    logits = head_logits(model, last_hidden_states(model, ids, torch.ones_like(ids))[0])
+    return all(x.isfinite().all() for x in (logits, *model.parameters()))
+
+
+@torch.no_grad()
 def check_model(model, problems, args):
     """Raise BadInput at the start for what would fail, or be wrong, in the middle of a run."""
     name = type(model).__name__
@@ -290,8 +298,8 @@ def check_model(model, problems, args):
         ours = head_logits(model, torch.cat([prompt, token]))
     except Exception as error:
         raise BadInput(f"{name} cannot be used here: {first_line(error)}") from error
-    if not all(x.isfinite().all() for x in (ours, *model.parameters())):
-        raise BadInput(f"the weights or logits of {args.model} are not finite: it is damaged")
+    if not is_finite(model):
+        raise BadInput(f"the weights or logits of {model.name_or_path} are not finite: use another")
     # Healthy models differ by at most 1e-4 of the spread in float32 and 0.02 in bf16.
     limit = theirs.std() * (1e-3 if model.dtype == torch.float32 else 0.3)
     if ours.shape != theirs.shape or not (ours - theirs).abs().max() <= limit:  # NaN too
@@ -320,19 +328,21 @@ def check_rewards(rewards):
     """Raise BadInput if compute_reward returned anything but a finite number."""
     for reward in rewards:
         try:
-            finite = math.isfinite(reward)
+            finite = math.isfinite(reward) and abs(reward) < 3e38  # in float32
         except (OverflowError, TypeError, ValueError, RuntimeError):
             finite = False
         if not finite:
             raise BadInput(f"compute_reward returned {reward!r}, which is not a finite number")
 
 
-def check_shapes(advantages, weights, mask):
-    """Raise BadInput if a result of the algorithm does not have the mask's shape, (B, T)."""
+def check_results(advantages, weights, mask):
+    """Raise BadInput if a result of the algorithm is not finite, or not of the mask's shape."""
     for name, x in ("compute_advantages", advantages), ("compute_weights", weights):
-        found = f"shape {tuple(x.shape)}" if torch.is_tensor(x) else repr(x)
+        found = f"shape {tuple(x.shape)}" if torch.is_tensor(x) else repr(x)[:60]
         if found != f"shape {tuple(mask.shape)}":
             raise BadInput(f"{name} returned {found}, but the mask has shape {tuple(mask.shape)}")
+        if not x[mask].isfinite().all():
+            raise BadInput(f"{name} returned NaN or inf for a response token")
 
 
 # --- the optimizer: float32 weights, and the processes of torchrun ---
@@ -429,7 +439,7 @@ class Float32AdamW:
             master.grad = grad
         norm = torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
         norm = whole(norm).item()
-        if math.isfinite(norm):
+        if 0 < norm < math.inf:  # at 0, Adam's momentum would move the weights
             self.adamw.param_groups[0]["lr"] = learning_rate
             self.adamw.step()
             self.copy_to_weights()
@@ -640,7 +650,7 @@ for _ in range(MAX_DEPTH):
 CLOSED = re.compile(rf"(?s)({BRACED})\}}")  # what follows the brace of a box
 NO_GOLD = r"-?inf|nan|none|null|n/a|unknown|omitted|proof|not ?found|see (the )?solution|\W*"
 SPELLINGS = {  # one spelling, and what is replaced by it
-    "": r"\ $ \$ % \% € £ \left \right \big \Big \displaystyle",
+    "": r"\ $ \$ % \% € £ \left \right \big \Big \bigl \bigr \( \) \displaystyle",
     " ": r"~ \, \: \; \> \quad \qquad", "-": "−", ",": "{,}", "^": "**", "^2": "²", "^3": "³",
     r"^\circ ": "°", r"\cdot ": "* ·", r"\times ": "×", r"\pm ": "±", r"\cup ": "∪", r"\in ": "∈",
     "<": r"\lt", ">": r"\gt", "<=": r"≤ \le \leq \leqslant", ">=": r"≥ \ge \geq \geqslant",
@@ -655,8 +665,9 @@ UNIT = (
     r"|percent|cent|dollar|unit|hour|minute|second|day|week|month|year|mph|[kcmn]m|[km]g|lb|oz|ft"
     r"|Hz|[mgshLNJWVACK])\b))(?!.*\b(?i:(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven"
     r"|twelve|\w+teen|\w+ty|\w*illion|hundred|thousand|dozen|lakh|crore|score|gross|half|halve"
-    r"|third|quarter|(?!month)\w+th)s?|is|are|was|has|does|not?|cannot|never|wrong|false|but"
-    r"|if|plus|minus|times|over|by|point|mod|base|squared|cubed|less|than|most|this|yes|cos)\b)")
+    r"|third|quarter|(?!month)\w+th|mil|[mb]n|grand)s?|is|are|was|has|does|not?|cannot|never|wrong"
+    r"|false|but|if|plus|minus|negative|times|over|by|point|mod|base|squared|cubed|less|than|most"
+    r"|below|this|yes|cos)\b)")
 REWRITES = [  # in this order
     (r"\\(?:text[a-z]*|[mh]box|math(?:rm|bf|it|sf)|operatorname) ?\{|\{\\rm ", r"\\text{"),
     (r"\\! ?", ""), (r"\\rm ", ""), (r"\\\{ ?\\\}", r"\\emptyset "),
@@ -666,13 +677,13 @@ REWRITES = [  # in this order
     (r"\\(frac|sqrt|binom) ?(\\pi|\d|[a-zA-Z])", r"\\\1{\2}"),  # \frac12 is \frac{1}2
     (r"(\\frac ?\{" + BRACED + r"\}) ?(\\pi|\d|[a-zA-Z])", r"\1{\2}"),  # is \frac{1}{2}
     (r"([_^]) ?(?:\(([^()]*)\)|\{ ?(-?\d+|\w) ?\}|(-?\d+|\w))", r"\1{\2\3\4}"),  # x^2 is x^{2}
-    (r"^(.*[\w)}])(?= ?\\text)" + UNIT + r" ?((\\text\{ ?[\w /.()^-]*\}(\^\{-?\d\})? ?)+)$", r"\1"),
+    (r"^(.*[\w)}])(?= ?\\text)" + UNIT + r" ?((\\text\{[a-zA-Z /.()-]*}(\^\{-?\d})? ?)+)$", r"\1"),
     (r"^((?:\w ?= ?)?(?:[^a-zA-Z\\]|\\frac|\\times)*)(?= ?\(?[a-zA-Z])" + UNIT  # after a number
      + r"(?: \(?|(?<=\d)(?=[kcm]m|kg))[a-zA-Z]{2}[a-zA-Z /]*\)?(?:\^\{-?\d\})?$", r"\1"),
     (r"\\text\{([^{}]*)\}", r"\1"), (r"^\\?\{(.*?)\\?\}$", r"\1"),  # {1,2} is 1,2
     (r"^ *\(([^()\[\],;]*)\)$", r"\1"), (r"(?<!\w) | (?!\w)", ""),  # (B) is B, x - 1 is x-1
     (r"(^|[(\[,;=])\+", r"\1"), (r"([^,;]*)\\pm([^,;]*)", r"\1+\2;\1-\2")]  # fmt: skip
-NUMBER = re.compile(r"-?(?:(?:\d+ )?\d+/0*[1-9]\d*|(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d{1,3})?)", re.A)
+NUMBER = re.compile(r"-?(?:(?:\d+ )?\d+/0*[1-9]\d*|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?)", re.A)
 RELATION = r"[<>]=?|=|\\(?:ne|equiv|approx|sim|simeq|cong|in|to|propto)(?![a-z])"
 NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_\{\w+\})?(?:\([a-z]\))?"
 # The front of x=5, x_1=5, f(x)=2x, \theta=5, (x,y)=(1,2) and x\in[1,2], and what follows it
@@ -680,7 +691,7 @@ LABEL = rf"(?:({NAME}|\({NAME}(?:[,;]{NAME})*\))(?:=|\\in(?![a-z]))(?!.*(?:{RELA
 MISREAD = re.compile(  # what math-verify's parser takes for something else; words are not products
     r"[^ -~]|[?#@:\"~`]|\\(?:text|sum|prod|int|lim|mod|to|det|max|min|gcd|lcm|partial|xrightarrow)"
     r"|\d_|\d[eE][-+]?\d|\\frac\{d|[\d)}\]] ?[(\[]-?\d+(?:/\d+)?[)\]]|\d +\d|(?<!matrix)(?<!_\{\d)"
-    r"[)}\]]\d|(?<![a-zA-Z}\]_^\\])\{|^[a-zA-Z]{2,}$|(?<![a-zA-Z\\{])[a-zA-Z]{4}")
+    r"(?<!_\{\d\d)[)}\]]\d|(?<![a-zA-Z}\]_^\\])\{|^[a-zA-Z]{2,}$|(?<![a-zA-Z\\{])[a-zA-Z]{4}")
 
 
 def last_answer(completion):
@@ -704,7 +715,7 @@ def normalize(text):
     for pattern, new in REWRITES:
         text = re.sub(pattern, new, text.strip().rstrip(".,; "))
     styles = (text.title(), text.upper(), text.capitalize())  # the case of AaBb has a meaning
-    return text.lower() if re.fullmatch("[A-Za-z -]{3,}", text) and text in styles else text
+    return text.lower() if re.fullmatch("(?i)[a-z -]{3,}|no", text) and text in styles else text
 
 
 def parse_number(text):
@@ -946,11 +957,12 @@ def load_rows(source, split):
     if not rows:
         raise BadInput(f"{path} has no rows")
     for number, row in enumerate(rows, 1):
-        found = [row[name] for name in ("question", "problem", "prompt") if name in row]
+        found = [row[name] for name in ("question", "problem", "prompt") if row.get(name)]
         try:
-            text = "".join(turn["content"] for turn in as_chat(found[0]))
-            if not text.encode().strip():  # encode raises for a lone surrogate
-                raise ValueError
+            chat = as_chat(found[0])
+            text = "".join(turn["content"] for turn in chat)
+            if not text.encode().strip() or chat[-1]["role"] == "assistant":
+                raise ValueError  # and encode raises for a lone surrogate
         except Exception as error:
             place = f"{path}, {split} row {number}"
             needed = f"needed: a text in question|problem|prompt, not {str(found)[:60]}"
@@ -1006,11 +1018,11 @@ def add_prompts(rows, tokenizer, args):
     fitting = []
     prompts = encode_prompts(tokenizer, [row["question"] for row in rows], args)
     for row, ids in zip(rows, prompts):
-        if len(ids) <= args.max_prompt_tokens:
+        if 0 < len(ids) <= args.max_prompt_tokens:
             fitting.append(row | {"prompt_ids": ids})
     if len(fitting) < len(rows):
         count = f"{len(rows) - len(fitting)} of {len(rows)} prompts"
-        say(f"dropped {count}, longer than --max_prompt_tokens {args.max_prompt_tokens}")
+        say(f"dropped {count}, empty or longer than --max_prompt_tokens {args.max_prompt_tokens}")
     return fitting
 
 
@@ -1081,7 +1093,7 @@ class Run:
             if self.args.steps > 0 and key not in ("resume", "output_dir"):
                 say(change)
         script = self.folder / self.script.name
-        if script.exists() and script.read_text("utf-8") != self.script.read_text("utf-8"):
+        if script.exists() and script.read_bytes() != self.script.read_bytes():
             say(f"{script} has been edited since")
         settings = EVALUATION
         if self.args.steps == 0:
@@ -1090,7 +1102,7 @@ class Run:
         now = self.config | {"eval_dataset": held_out}
         other = [f"{key}-{now[key]}" for key in settings if key in changed]
         self.config |= {key: old.get(key) for key in EVALUATION}  # the run keeps its own
-        return "-".join(other).replace("/", "_").replace(".jsonl", "")
+        return "-".join(other).replace("/", "_").replace(".jsonl", "")[:100]  # of a file name
 
     def restore(self, optimizer):
         """The optimizer with the checkpoint's state, which --steps 0 does not read."""
@@ -1105,9 +1117,9 @@ class Run:
             replace_file(self.folder / self.script.name, self.script.read_text("utf-8"))
         metrics = self.folder / "metrics.jsonl"
         lines = metrics.read_text(errors="replace").splitlines() if metrics.exists() else []
-        lines = [re.fullmatch(r'\{"step": (\d+), .*\}', line) for line in lines]  # not half a line
-        kept = [x[0] for x in lines if x and (int(x[1]) < step or self.args.steps == 0)]
-        replace_file(metrics, "".join(line + "\n" for line in kept))
+        end = step if self.args.steps > 0 else math.inf
+        kept = [line + "\n" for line in lines if logged_step(line) < end]
+        replace_file(metrics, "".join(kept))
         self.file = open(metrics, "a", buffering=1)
 
     def steps(self):
@@ -1236,6 +1248,8 @@ class Run:
 
     def save(self, step, model, tokenizer, optimizer):
         """Write checkpoint-<step>: a Hugging Face folder plus the optimizer's state. Keeps two."""
+        if not is_finite(model):
+            raise BadInput("the model has diverged: lower --learning_rate, then --resume")
         state = optimizer.state_dict()  # on all processes: it gathers
         if self.rank == 0:
             folder = self.folder / f"checkpoint-{step}"
@@ -1277,6 +1291,14 @@ def remove(folder):
         warnings.warn(f"cannot remove {folder}: {error}")
 
 
+def logged_step(line):
+    """The step of a line of metrics.jsonl; infinity for half a line, which a kill leaves."""
+    try:
+        return int(json.loads(line)["step"])
+    except (KeyError, TypeError, ValueError):
+        return math.inf
+
+
 def saved_steps(run):
     """The steps of the checkpoints in a run's folder, oldest first."""
     names = [path.name.removeprefix("checkpoint-") for path in Path(run).glob("checkpoint-*")]
@@ -1287,13 +1309,17 @@ def is_complete(folder, with_state):
     """Whether the files of a checkpoint have their sizes, and can be read."""
     try:
         sizes = json.loads((folder / "whole.json").read_text())["sizes"]
-        for file in folder.glob("*.safetensors"):
+        for file in folder.rglob("*.safetensors"):
             safe_open(file, "pt")  # reads the header: the right size may be all zeros
+        for file in folder.rglob("*.json"):
+            json.loads(file.read_text("utf-8"))
         if with_state:
             load_state(folder)
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
     except BadInput:
         raise
+    except PermissionError as error:
+        raise BadInput(f"cannot read {folder}: {error}") from error
     except Exception:  # a missing file, half a JSON text, zeros, code where weights should be
         return False
 
@@ -1323,7 +1349,7 @@ def find_checkpoint(run, with_state=True):
 
 def arg(default, help, at_least=-math.inf, at_most=math.inf):
     """A field of Args: a flag with its help text and bounds."""
-    metadata = {"help": help, "bounds": (at_least, at_most)}
+    metadata = {"help": help.replace("%", "%%"), "bounds": (at_least, at_most)}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -1331,7 +1357,7 @@ def check_flags(args, processes):
     """Raise BadInput for a flag that is out of bounds or cannot be read."""
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
-        least, most = field.metadata["bounds"]
+        least, most = field.metadata.get("bounds", (-math.inf, math.inf))
         most = min(most, sys.maxsize) if field.type is int else most
         if isinstance(value, (int, float)) and not least <= value <= most:  # NaN too
             bound = f"at most {most}" if value > most else f"at least {least}"
@@ -1379,13 +1405,14 @@ def run_script(main, Args, TINY):
             tqdm.write("interrupted: add --resume to continue from the last checkpoint", sys.stderr)
         sys.exit(130)
     except Exception as error:
-        known = isinstance(error, (BadInput, OSError, torch.OutOfMemoryError))  # OSError: full disk
+        full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        known = full or isinstance(error, (BadInput, OSError))  # OSError: full disk
         if world()[0] > 0 or world()[1] > 1 and not known:
             time.sleep(5)  # if another process is the cause, torchrun ends this one meanwhile
         if not known:
             raise
-        if isinstance(error, torch.OutOfMemoryError):
-            error = "the GPU is full: lower --micro_batch_tokens, or add --lora_rank"
+        if full:
+            error = "out of memory: lower --micro_batch_tokens or --group_size, or add --lora_rank"
         tqdm.write(f"error: {error}", sys.stderr)  # below the progress bar
         sys.exit(2)
     finally:

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean
 
 from common import (  # before torch, since it sets up torch's memory allocator
-    BadInput, Float32AdamW, Run, arg, check_model, check_rewards, check_shapes, load_policy,
+    BadInput, Float32AdamW, Run, arg, check_model, check_results, check_rewards, load_policy,
     load_reference, load_splits, next_token_logits, pad_left, readable_golds, run_script,
     stop_token_ids, token_logps_and_entropies, verify)
 import torch
@@ -196,7 +196,7 @@ def learning_rate(step, args):
 
 def update(model, optimizer, batch, advantages, weights, step, args):
     """mu optimizer steps on one rollout; returns means over them: loss, grad_norm, token sums."""
-    check_shapes(advantages, weights, batch.mask)
+    check_results(advantages, weights, batch.mask)
     torch.cuda.empty_cache()  # the rollout's cache grew in many small pieces; no-op without a GPU
     sums = Counter()
     if not NEEDS_SCORES:
@@ -327,11 +327,11 @@ def micro_batches(model, batch, args):
         count = max(1, args.micro_batch_tokens // (prompt_columns + T))
         rows = order[:count]
         order = order[count:]
-        used = batch.attention_mask[rows].any(0)
-        ids = batch.input_ids[rows][:, used]
-        attention_mask = batch.attention_mask[rows][:, used]
+        attention_mask = batch.attention_mask[rows, : prompt_columns + T]
+        used = attention_mask.any(0)
+        ids = batch.input_ids[rows, : prompt_columns + T][:, used]
         yield rows, slice(T), *token_logps_and_entropies(
-            model, ids, attention_mask, T, args.temperature)
+            model, ids, attention_mask[:, used], T, args.temperature)
 
 
 @torch.no_grad()

@@ -240,6 +240,18 @@ def test_ep_grpo_with_its_three_parts_off_is_grpo(kind):
             assert torch.equal(a, b)
 
 
+def test_ep_grpo_anchor_of_an_average_response_is_0():
+    """In float32 0.9 is not the mean of 0.8, 0.9 and 1.0; its sign would be that of rounding."""
+    batch = make_batch(ep_grpo, P=1, G=3)
+    batch.rewards = torch.tensor([[0.8, 0.9, 1.0]])
+    assert batch.rewards[0, 1] != batch.rewards.mean()
+    args = make_args(ep_grpo, entropy_gate=False)
+    without = make_args(ep_grpo, entropy_gate=False, progress_weight=0.0)
+    with_term, alone = (ep_grpo.compute_advantages(batch, x) for x in (args, without))
+    assert torch.equal(with_term[1], alone[1])
+    assert not torch.equal(with_term[0], alone[0])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_ep_grpo_progress_is_exactly_0_while_policy_and_reference_agree(kind):
     batch = make_batch(ep_grpo, kind, off_mask=math.nan)

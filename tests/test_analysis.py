@@ -141,6 +141,45 @@ def test_a_seed_met_twice_is_not_a_second_seed(tmp_path):
     assert labels_of(a, b) == {f"mine ({a})": 1, f"mine ({b})": 1}
 
 
+def test_two_seeds_without_any_reward_are_two_seeds(tmp_path):
+    """Fault: where nothing is ever right, rewards and losses are equal, and a seed is refused."""
+    folders = [make_run(tmp_path / name, "grpo", seed) for seed, name in enumerate("ab")]
+    for seed, folder in enumerate(folders):
+        path = Path(folder, "metrics.jsonl")
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        stalled = {"reward": 0.0, "loss": 0.0, "entropy": 1.0 + seed}
+        lines = [x | stalled if "reward" in x else x for x in lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert labels_of(*folders) == {"grpo": 2}
+
+
+def damaged(folder, file, text):
+    Path(folder, file).write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("file, text", [
+    ("config.json", "null"), ("config.json", '{"script": null}'), ("config.json", '"script"'),
+    ("config.json", "[" * 100_000), ("metrics.jsonl", '{"reward": 1.0}'),
+    ("metrics.jsonl", '{"step": "1", "reward": 1.0}'),
+    ("metrics.jsonl", '{"step": 1, "reward": "high"}'),
+])  # fmt: skip
+def test_a_damaged_run_is_named_in_a_sentence(tmp_path, file, text):
+    """Fault: a null or a text where a number should be ends in a traceback."""
+    folder = damaged(make_run(tmp_path / "broken"), file, text)
+    for command in "curves", "lengths", "map":
+        with pytest.raises(BadInput, match="broken"):
+            run(command, folder)
+
+
+def test_evaluations_without_responses_have_no_lengths(tmp_path):
+    folder = make_run(tmp_path / "a")
+    for step in {line["step"] for line in analysis.read_logs([folder])[0].evals}:
+        damaged(folder, f"eval-{step}.jsonl", "")
+    with pytest.raises(BadInput, match="none of the runs"):
+        run("lengths", folder)
+
+
 def test_the_same_numbers_are_refused_as_a_second_seed(tmp_path):
     a = make_run(tmp_path / "a", "grpo", 0)
     b = make_run(tmp_path / "b", "grpo", 1)
@@ -359,13 +398,15 @@ def test_a_packed_log_can_hold_the_additions(tmp_path, capsys):
     folder = Path(make_run(tmp_path / "a"))
     steps = [line["step"] for line in analysis.read_logs([folder])[0].evals]
     for step in steps:
-        line = {"question": "1+1=", "samples": ["1+1=2"], "rewards": [step], "lengths": [5]}
+        line = {"question": "1+1=", "samples": ["1+1=2", "\\boxed{2}"]}
+        line |= {"rewards": [step, step], "lengths": [5, 5]}
         (folder / f"eval-{step}.jsonl").write_text(json.dumps(line) + "\n")
     packed = tmp_path / "packed.jsonl"
     flags = ["--keys", "eval_accuracy", "--additions", "--problems"]
     pack_runs.main([str(packed), str(folder), *flags])
     evals = analysis.read_packed(packed)[0].evals
     assert [line["problem_rewards"] for line in evals] == [[step] for step in steps]
+    assert [line["boxed"] for line in evals] == [0.5] * len(steps)
     count_additions.main([str(packed)])
     expected = [f"| a | {step} | {min(step, 1):.2f} | 0.00 | 1.00 |" for step in steps]
     assert capsys.readouterr().out.splitlines()[-len(steps) :] == expected

@@ -552,6 +552,7 @@ SHAPES = {
     "a number": (lambda x: x.sum(), r"shape \(\)"),
     "nothing": (lambda x: None, "None"),
     "a list": (lambda x: [1.0], r"\[1.0\]"),
+    "a long list": (lambda x: [1.0] * 999, r"\[1.0, [1.0, ]{53}"),
 }
 
 
@@ -564,6 +565,44 @@ def test_a_wrong_shape_is_named_with_the_right_one(data, tmp_path, monkeypatch, 
     monkeypatch.setattr(grpo, function, lambda batch, args: change(real(batch, args)))
     with pytest.raises(BadInput, match=rf"^{function} returned.*{named}.*\(16, \d+\)$"):
         run(data, tmp_path, *QUICK, "--steps", 1)
+
+
+@pytest.mark.parametrize("function", ["compute_advantages", "compute_weights"])
+def test_an_advantage_that_is_not_finite_is_named(data, tmp_path, monkeypatch, function):
+    """Fault: 0 / 0 in a group is called a diverged model, and its steps are skipped."""
+    real = getattr(grpo, function)
+    monkeypatch.setattr(grpo, function, lambda batch, args: real(batch, args) / 0)
+    with pytest.raises(BadInput, match=f"^{function} returned NaN or inf for a response token$"):
+        run(data, tmp_path / "all", *QUICK, "--steps", 1)
+    off = lambda batch, args: real(batch, args).where(batch.mask, float("nan"))  # noqa: E731
+    monkeypatch.setattr(grpo, function, off)
+    run(data, tmp_path / "off", *QUICK, "--steps", 1)
+
+
+def test_a_response_taken_out_of_the_mask_trains_nothing(data, tmp_path, monkeypatch):
+    """Fault: the columns of responses off the mask shift the tokens of all the others."""
+
+    def compute_advantages(batch, args, real=grpo.compute_advantages):
+        batch.mask[batch.mask.sum(1) == batch.mask.sum(1).max()] = False
+        return real(batch, args)
+
+    monkeypatch.setattr(grpo, "compute_advantages", compute_advantages)
+    run(data, tmp_path, *QUICK, "--steps", 1)
+    assert training_lines(tmp_path)[0]["sampling_logp_diff"] < 1e-4
+
+
+def test_a_flag_of_ones_own_needs_no_arg(monkeypatch, capsys):
+    """Fault: a field without arg() is a KeyError, and a % in its help a TypeError."""
+
+    @dataclasses.dataclass
+    class Args(grpo.Args):
+        threshold: float = 0.5
+        share: float = common.arg(0.1, "the top 10% of all")
+
+    assert common.check_flags(common.parse_args(Args, grpo.TINY, []), 1) is None
+    with pytest.raises(SystemExit):
+        common.parse_args(Args, grpo.TINY, ["--help"])
+    assert "the top 10% of all" in capsys.readouterr().out
 
 
 # --- nothing silent ---
@@ -624,6 +663,28 @@ def test_17_a_step_without_signal_moves_nothing(data, tmp_path, monkeypatch):
     for a, b in zip(old["state"].values(), new["state"].values(), strict=True):
         assert a["step"].item() == b["step"].item() == 2  # the updates of the first rollout
         assert torch.equal(a["exp_avg"], b["exp_avg"]) and a["exp_avg"].any()
+
+
+def test_17_nor_does_a_step_whose_weights_are_all_zero(data, tmp_path, monkeypatch):
+    """Fault: with weights of 0 the gradient is 0, and momentum moves the weights."""
+    calls = []
+
+    def compute_weights(batch, args, real=grpo.compute_weights):
+        calls.append(batch)
+        return real(batch, args) * (len(calls) == 1)
+
+    monkeypatch.setattr(grpo, "compute_weights", compute_weights)
+    run(data, tmp_path, *QUICK, "--steps", 3, "--save_every", 1)
+    assert weights(tmp_path, 2) == weights(tmp_path, 3) != (TINY / "model.safetensors").read_bytes()
+
+
+def test_50_weights_that_are_not_finite_are_not_saved(data, tmp_path):
+    """Fault: a learning rate of 1e10 ends with a checkpoint of NaN, and without a word."""
+    with pytest.raises(BadInput, match="diverged: lower --learning_rate, then --resume"):
+        run(data, tmp_path, *QUICK, "--steps", 1, "--learning_rate", 1e10)
+    assert common.saved_steps(tmp_path) == []
+    run(data, tmp_path, *QUICK, "--steps", 1, "--resume")
+    assert common.saved_steps(tmp_path) == [1]
 
 
 def poison(monkeypatch, steps):

@@ -118,6 +118,7 @@ def test_35_the_reference_is_the_model_the_run_began_with(data, tmp_path, monkey
 
 
 PAST = [
+    '{"step": 3, "re{"step": 3, "x": 1}',
     '{"step": 3, "x": 1}\n{"step": 4, "x', '{"step": 3, "x', '{"step": 3, "x": {}', '3', '{"x": 1}',
     '{"step": null}', "\0\0\0}"]  # fmt: skip
 
@@ -132,6 +133,15 @@ def test_34_metrics_past_the_checkpoint_and_half_a_line_are_dropped(copied, data
     after = metrics(copied)
     assert after[: len(before)] == before
     assert [line["step"] for line in after[len(before) :]] == [3, 3]
+
+
+def test_34_lines_in_another_spelling_are_kept(copied, data):
+    """Fault: valid lines are dropped since another program has written them again."""
+    path = copied / "metrics.jsonl"
+    before = metrics(copied)
+    path.write_text("".join(json.dumps(x, separators=(",", ":")) + " \n" for x in before))
+    run(data, copied, "--steps", 3, "--resume")
+    assert metrics(copied)[: len(before)] == before
 
 
 def test_34_steps_taken_again_are_the_same_steps(two_steps, copied, data):
@@ -224,6 +234,8 @@ DAMAGES = {
     "half the optimizer": lambda folder: truncate(folder / "optimizer.pt"),
     "zeros for the optimizer": lambda folder: zeros(folder / "optimizer.pt"),
     "half the sizes": lambda folder: truncate(folder / "whole.json"),
+    "zeros for the settings": lambda folder: zeros(folder / "config.json"),
+    "zeros for the tokenizer": lambda folder: zeros(folder / "tokenizer.json"),
     "no sizes": lambda folder: (folder / "whole.json").unlink(),
     "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
     "a link to nowhere": lambda folder: (
@@ -260,6 +272,19 @@ def test_36_without_a_complete_checkpoint_it_says_so_and_starts_again(
     run(data, copied, "--steps", 2, "--resume")
     assert "no complete checkpoint: starting from step 0" in capsys.readouterr().out
     assert_same_run(two_steps, copied, 2)
+
+
+def test_36_a_checkpoint_that_may_not_be_read_is_not_a_broken_one(copied, data, monkeypatch):
+    """Fault: with the rights missing for a moment the run starts again and empties its log."""
+
+    def load_state(folder):
+        raise PermissionError(13, "Permission denied", str(folder / "optimizer.pt"))
+
+    monkeypatch.setattr(common, "load_state", load_state)
+    before = (copied / "metrics.jsonl").read_text()
+    with pytest.raises(BadInput, match="cannot read .*checkpoint-2.*Permission denied"):
+        run(data, copied, "--steps", 3, "--resume")
+    assert (copied / "metrics.jsonl").read_text() == before
 
 
 def test_36_too_little_memory_is_not_a_broken_checkpoint(copied, data, monkeypatch):
@@ -480,7 +505,7 @@ def test_34_an_edited_script_is_named(copied, data, capsys):
     """Fault: the algorithm was edited between start and resume, and nobody is told."""
     (copied / "grpo.py").write_text("# an older version\n")
     run(data, copied, "--steps", 3, "--resume")
-    assert "grpo.py was edited" in capsys.readouterr().out
+    assert "grpo.py has been edited" in capsys.readouterr().out
     assert (copied / "grpo.py").read_bytes() == (ROOT / "grpo.py").read_bytes()
 
 

@@ -139,6 +139,14 @@ def test_the_tables_are_read_whole():
 
 # More inputs of each kind that the tables show: gold, answers that are equal, answers that are not.
 KINDS = [
+    ("5", [r"5\text{ m/s}", r"5 \text{ cm}^2", r"\(5\)"], [r"5\text{ feet 6 inches}"]),
+    ("2", [], [r"2\text{/3 cups}", r"2\text{.5 hours}", r"2\text{ 000 dollars}", "2 mn dollars"]),
+    ("3", ["3 miles"], ["3 mil dollars", "3 grand dollars", r"3\text{ bn dollars}"]),
+    ("12", [], [r"12\text{ to 13 hours}", r"12\text{ remainder 2 items}", "12 degrees below zero"]),
+    ("No", ["no", r"\text{NO}"], ["on", "nO", "yes"]),
+    ("100000", ["1e+5", "1E5"], ["1e+4", "1e-5"]),
+    (r"\log_{10} 2", ["0.301029996"], ["0.302", "2"]),
+    ("(1,2)", [r"\bigl(1,2\bigr)"], [r"\bigl(2,1\bigr)"]),
     ("x^2+1=0", ["-x^2-1=0", "2x^2+2=0", "x^2=-1"], ["0=0", "x^2+1=1", "x^2-1=0", "2=0", "x^4=1"]),
     (r"\cos x=3", [r"3=\cos x"], ["1=0", r"\cos x=4", "x=3", "2=1"]),
     ("x^2+y^2=25", ["25=y^2+x^2", r"\frac{x^2+y^2}{5}=5"], ["x^2+y^2=5", "25", "0=0", "25=25"]),

@@ -6,9 +6,9 @@ A row has the columns nums, target and question. Every problem has a solution, a
 train.jsonl stands in test.jsonl.
 """
 
+import argparse
 import json
 import random
-import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -53,4 +53,6 @@ def main(folder, train=2000, test=200, seed=0):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", help="where train.jsonl and test.jsonl are written")
+    main(parser.parse_args().folder)

@@ -5,7 +5,8 @@
 
 A run's first line holds its name, its flags and a hash of its script; every further line is one of
 its metrics.jsonl. Evaluations also carry how many right and wrong responses had which length, with
---additions what count_additions.py finds in them, and with --problems each problem's mean reward.
+--additions what count_additions.py finds in them, and with --problems each problem's mean reward
+and the share of responses with a box.
 """
 
 import argparse
@@ -37,6 +38,8 @@ def pack(folder, keys=None, additions=False, problems=False):
                 kept["additions"] = describe(evaluated)
             if problems:
                 kept["problem_rewards"] = [fmean(problem["rewards"]) for problem in evaluated]
+                texts = [text for problem in evaluated for text in problem["samples"]]
+                kept["boxed"] = fmean("\\boxed{" in text for text in texts)
         lines.append({"run": log.name, **kept})
     return lines
 
@@ -49,7 +52,7 @@ def main(argv=None):
     parser.add_argument(
         "--additions", action="store_true", help="add what count_additions.py finds")  # fmt: skip
     parser.add_argument(
-        "--problems", action="store_true", help="add the mean reward of each problem")  # fmt: skip
+        "--problems", action="store_true", help="add rewards by problem, and boxes")  # fmt: skip
     options = parser.parse_args(argv)
     folders = [Path(folder).resolve() for folder in options.folders]
     names = [folder.name for folder in folders]

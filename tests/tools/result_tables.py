@@ -185,12 +185,14 @@ def words_table():
             first, last = log.evals[0], log.evals[-1]
             error = error_over_pairs(last["problem_rewards"])
             ends.append(last["eval_accuracy"])
-            before = f"{first['eval_accuracy']:.3f}"
-            rows.append([name, G, log.config["seed"], before, f"{ends[-1]:.3f}", f"{error:.3f}"])
+            numbers = [first["eval_accuracy"], ends[-1], error, first["boxed"], last["boxed"]]
+            rows.append([name, G, log.config["seed"], *(f"{x:.3f}" for x in numbers)])
         if len(ends) > 1:
             error = f"{stdev(ends) / math.sqrt(len(ends)):.3f} over seeds"
-            rows.append([f"{name}, mean", G, f"{len(ends)} seeds", "", f"{fmean(ends):.3f}", error])
+            end = [f"{fmean(ends):.3f}", error, "", ""]
+            rows.append([f"{name}, mean", G, f"{len(ends)} seeds", "", *end])
     columns = ["accuracy before", "accuracy after", "standard error over problems"]
+    columns += ["boxes before", "boxes after"]
     return markdown(["script", "G", "seed", *columns], rows)
 
 
