@@ -108,10 +108,10 @@ class Log:
             raise BadInput(f"{self.place} does not name its script: not a run")
 
     def add(self, line):
-        numbers = (int, float, type(None))
-        for key in ("reward", "eval_accuracy", "degenerate_frac", "degenerate_iid"):
-            if not isinstance(line.get("step"), int) or not isinstance(line.get(key), numbers):
-                raise BadInput(f"{self.place}: not a line of metrics.jsonl: {str(line)[:60]}")
+        keys = ("reward", "eval_accuracy", "degenerate_frac", "degenerate_iid")
+        known = all(isinstance(line.get(key), (int, float, type(None))) for key in keys)
+        if not known or not isinstance(line.get("step"), int):
+            raise BadInput(f"{self.place}: not a line of metrics.jsonl: {str(line)[:60]}")
         self.lines.append(line)
         if line.get("eval_accuracy") is not None and "eval_dataset" not in line:
             self.evals.append(line)
@@ -832,8 +832,9 @@ def set_up(options, script=grpo, name=None, run=None, trainable=True):
     argv = [f"--{key}={value}" for key, value in flags.items() if value is not None]
     args = parse_args(script.Args, script.TINY, argv + options.flags)
     check_flags(args, 1)
-    if (run or own).get("script", "grpo") not in COLOURS:
-        print(f"rewards here are those of grpo.py, not of {own['script']}.py", file=sys.stderr)
+    graded = (run or own).get("script", "grpo")
+    if graded not in COLOURS:
+        print(f"rewards here are those of grpo.py, not of {graded}.py", file=sys.stderr)
     rank = args.lora_rank
     model, tokenizer = load_model(args.model, args.device, trainable, rank, args.seed)
     _, problems = script.load_problems(tokenizer, args)

@@ -1102,7 +1102,7 @@ class Run:
         now = self.config | {"eval_dataset": held_out}
         other = [f"{key}-{now[key]}" for key in settings if key in changed]
         self.config |= {key: old.get(key) for key in EVALUATION}  # the run keeps its own
-        return "-".join(other).replace("/", "_").replace(".jsonl", "")[:100]  # of a file name
+        return "-".join(other).replace("/", "_").replace(".jsonl", "")[-100:]
 
     def restore(self, optimizer):
         """The optimizer with the checkpoint's state, which --steps 0 does not read."""

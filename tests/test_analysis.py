@@ -185,7 +185,9 @@ def test_the_same_numbers_are_refused_as_a_second_seed(tmp_path):
     b = make_run(tmp_path / "b", "grpo", 1)
     with pytest.raises(BadInput, match="the same numbers"):
         run("curves", a, a)
-    shutil.copy(Path(a, "metrics.jsonl"), b)
+    lines = Path(a, "metrics.jsonl").read_text().splitlines()
+    lines = [json.dumps(json.loads(line) | {"seconds_update": 1.5}) for line in lines]
+    Path(b, "metrics.jsonl").write_text("\n".join(lines) + "\n")  # the times differ
     with pytest.raises(BadInput, match=f"{a} and {b} hold the same numbers"):
         run("curves", a, b)
 
@@ -399,13 +401,13 @@ def test_a_packed_log_can_hold_the_additions(tmp_path, capsys):
     steps = [line["step"] for line in analysis.read_logs([folder])[0].evals]
     for step in steps:
         line = {"question": "1+1=", "samples": ["1+1=2", "\\boxed{2}"]}
-        line |= {"rewards": [step, step], "lengths": [5, 5]}
+        line |= {"rewards": [step, 3 * step], "lengths": [5, 5]}
         (folder / f"eval-{step}.jsonl").write_text(json.dumps(line) + "\n")
     packed = tmp_path / "packed.jsonl"
     flags = ["--keys", "eval_accuracy", "--additions", "--problems"]
     pack_runs.main([str(packed), str(folder), *flags])
     evals = analysis.read_packed(packed)[0].evals
-    assert [line["problem_rewards"] for line in evals] == [[step] for step in steps]
+    assert [line["problem_rewards"] for line in evals] == [[2 * step] for step in steps]
     assert [line["boxed"] for line in evals] == [0.5] * len(steps)
     count_additions.main([str(packed)])
     expected = [f"| a | {step} | {min(step, 1):.2f} | 0.00 | 1.00 |" for step in steps]

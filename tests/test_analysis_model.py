@@ -3,6 +3,10 @@
 import itertools
 import json
 import math
+import os
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -11,10 +15,12 @@ import pytest
 import torch
 
 import analysis
+import common
 import ep_grpo
 import grpo
 from common import BadInput, load_model
-from conftest import parse
+from conftest import ROOT, parse
+from conftest import run as train
 
 
 @pytest.fixture(autouse=True)
@@ -249,6 +255,7 @@ def test_a_responses_share_grows_by_the_power_alpha_of_its_length():
     [
         ("degeneracy --samples 8", "at most --samples"),
         ("rank --groups 1 2", "at least 2"),
+        ("degeneracy --groups 1", "--groups must be at least 2"),
         ("share --samples 1", "at least 2"),
         ("tokens --problems 0", "--problems at least 1"),
         ("passk --model {tiny}", "two models"),
@@ -262,3 +269,48 @@ def test_a_responses_share_grows_by_the_power_alpha_of_its_length():
 def test_bad_input_is_named(command, message):
     with pytest.raises(BadInput, match=message):
         run(*command.format(tiny=grpo.TINY_DIR).split())
+
+
+@pytest.fixture(scope="module")
+def own_run(data, tmp_path_factory):
+    """A run of one step of a script of one's own."""
+    folder = tmp_path_factory.mktemp("own")
+    train(data, folder / "mine", "--steps", 1, "--eval_problems", 1)
+    config = json.loads((folder / "mine/config.json").read_text())
+    (folder / "mine/config.json").write_text(json.dumps(config | {"script": "mine"}))
+    return folder / "mine"
+
+
+def test_whose_rewards_are_measured_is_said(own_run, capsys):
+    """Fault: a run of one's own script is graded by grpo.py's reward, without a word."""
+    run("degeneracy", "--model", own_run, "--problems", 1, "--samples", 2, "--groups", 2)
+    assert "those of grpo.py, not of mine.py" in capsys.readouterr().err
+    with pytest.raises(BadInput, match="two models"):
+        run("passk", "--model", own_run)
+
+
+def test_tokens_of_a_run_from_any_folder(own_run, tmp_path, monkeypatch):
+    """Fault: the model that the run started from is found in the repository's root only."""
+    monkeypatch.chdir(tmp_path)
+    run("tokens", "--model", own_run, "--problems", 1, "--samples", 2)
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["analysis.py", "share"])
+
+    def load_model(*given, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(common, "load_model", load_model)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "analysis.py"), run_name="__main__")
+    assert end.value.code == 130
+
+
+def test_a_console_that_cannot_show_a_character(tmp_path):
+    command = [sys.executable, ROOT / "analysis.py", "map", ROOT / "docs/runs/map.jsonl"]
+    command += ["--only", "*_0.03_G2_s0", "--output", tmp_path / "map"]
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    result = subprocess.run(command, capture_output=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert b"| ? |" in result.stdout

@@ -173,6 +173,12 @@ def test_4_and_6_every_number_has_its_bounds(name, tmp_path):
                     start(tmp_path, script, flag, outside)
 
 
+def test_a_number_of_more_than_64_bits_is_refused(tmp_path):
+    """Fault: an OverflowError after the model was loaded."""
+    with pytest.raises(BadInput, match=f"--steps must be at most {sys.maxsize}, not"):
+        start(tmp_path, grpo, "steps", 10**20)
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_nan_is_no_setting(name, tmp_path):
     """Fault: NaN is below no bound, and every comparison with it is false."""
@@ -190,7 +196,6 @@ BAD = {
     "not a number": (["--steps", "many"], "--steps"),
     "half a step": (["--steps", "1.5"], "--steps"),
     "group of one": (["--group_size", "1"], "--group_size must be at least 2"),
-    "more steps than a count": (["--steps", "9" * 20], f"--steps must be at most {sys.maxsize}"),
     "temperature 0": (["--temperature", "0"], "--temperature must be at least 0.01"),
     "unknown model": (["--model", "no/such-model"], "no/such-model"),
     "missing file": (["--dataset", "no/such/file.jsonl"], "no/such/file.jsonl"),
@@ -198,6 +203,7 @@ BAD = {
     "nothing to resume": (["--resume"], "--resume"),
     "no cuda": (["--device", "cuda"], "--device cuda"),
     "other device": (["--device", "meta"], "--device meta"),
+    "more than the memory": (["--group_size", "9" * 16], "out of memory: lower --micro_batch_tok"),
     "half an object": (["--chat_template_kwargs", '{"enable_thinking": fal'], "must be a JSON obj"),
     "a number": (["--chat_template_kwargs", "5"], "--chat_template_kwargs must be a JSON object"),
 }
@@ -526,7 +532,7 @@ def test_a_length_bonus_is_nowhere_an_integer(data, tmp_path, monkeypatch, capsy
 
 @pytest.mark.parametrize("returned", [
     None, float("nan"), float("inf"), -float("inf"), "1.0", [1.0], {"reward": 1},
-    torch.tensor(float("nan")), torch.ones(3),
+    torch.tensor(float("nan")), torch.ones(3), 1e300,
 ], ids=repr)  # fmt: skip
 def test_15_a_reward_that_is_not_a_finite_number_is_named(data, tmp_path, monkeypatch, returned):
     """Fault: one reward of None or NaN becomes 0, or NaN weights, or a traceback."""
@@ -552,7 +558,7 @@ SHAPES = {
     "a number": (lambda x: x.sum(), r"shape \(\)"),
     "nothing": (lambda x: None, "None"),
     "a list": (lambda x: [1.0], r"\[1.0\]"),
-    "a long list": (lambda x: [1.0] * 999, r"\[1.0, [1.0, ]{53}"),
+    "a long list": (lambda x: [1.0] * 999, r"\[[1.0, ]{59}, but"),
 }
 
 
@@ -643,15 +649,16 @@ def test_44_twenty_steps_without_variance_are_said(data, tmp_path, monkeypatch, 
     assert "any advantage: 20;" in said and "--group_size" in said
 
 
-def test_17_a_step_without_signal_moves_nothing(data, tmp_path, monkeypatch):
-    """Fault: Adam's momentum moves the weights on a step whose advantages are all zero."""
+@pytest.mark.parametrize("function", ["compute_advantages", "compute_weights"])
+def test_17_a_step_without_signal_moves_nothing(data, tmp_path, monkeypatch, function):
+    """Fault: Adam's momentum moves the weights on a step whose advantages or weights are zero."""
     calls = []
 
-    def compute_advantages(batch, args, real=grpo.compute_advantages):
+    def compute(batch, args, real=getattr(grpo, function)):
         calls.append(batch)
         return real(batch, args) * (len(calls) == 1)
 
-    monkeypatch.setattr(grpo, "compute_advantages", compute_advantages)
+    monkeypatch.setattr(grpo, function, compute)
     flags = [*QUICK, "--steps", 3, "--save_every", 1, "--updates_per_rollout", 2]
     run(data, tmp_path, *flags)
     assert weights(tmp_path, 2) == weights(tmp_path, 3) != (TINY / "model.safetensors").read_bytes()
@@ -663,19 +670,6 @@ def test_17_a_step_without_signal_moves_nothing(data, tmp_path, monkeypatch):
     for a, b in zip(old["state"].values(), new["state"].values(), strict=True):
         assert a["step"].item() == b["step"].item() == 2  # the updates of the first rollout
         assert torch.equal(a["exp_avg"], b["exp_avg"]) and a["exp_avg"].any()
-
-
-def test_17_nor_does_a_step_whose_weights_are_all_zero(data, tmp_path, monkeypatch):
-    """Fault: with weights of 0 the gradient is 0, and momentum moves the weights."""
-    calls = []
-
-    def compute_weights(batch, args, real=grpo.compute_weights):
-        calls.append(batch)
-        return real(batch, args) * (len(calls) == 1)
-
-    monkeypatch.setattr(grpo, "compute_weights", compute_weights)
-    run(data, tmp_path, *QUICK, "--steps", 3, "--save_every", 1)
-    assert weights(tmp_path, 2) == weights(tmp_path, 3) != (TINY / "model.safetensors").read_bytes()
 
 
 def test_50_weights_that_are_not_finite_are_not_saved(data, tmp_path):

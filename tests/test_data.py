@@ -105,6 +105,8 @@ BAD_ROWS = {
         {"question": [{"role": "system"}, {"role": "user", "content": "b"}]}, "train row 2.*quest"),
     "a turn of parts": (
         {"question": [{"role": "user", "content": [{"type": "image"}]}]}, "train row 2.*question"),
+    "a chat that ends with an answer": (
+        {"question": [{"role": r, "content": "a"} for r in ("user", "assistant")]}, "row 2.*quest"),
     "a chat of texts": ({"question": ["a", "b"]}, "train row 2.*question"),
     "broken line": ('{"question": "b", "ans', "line 2"),
     "a number": ("42", "line 2"),
@@ -121,6 +123,12 @@ def test_39_a_bad_row_is_named(tmp_path, bad):
     with pytest.raises(BadInput, match=named) as error:
         load_rows(str(path), "train")
     assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_39_an_empty_question_gives_way_to_the_next_column(tmp_path):
+    """Fault: a column question that is null hides the column problem."""
+    path = written(tmp_path, {"question": None, "problem": "3+4=", "answer": "7"})
+    assert load_rows(str(path), "train")[0]["question"] == "3+4="
 
 
 def test_39_missing_columns_are_named_beside_the_found_ones(tmp_path):
@@ -391,6 +399,14 @@ def test_a_chat_template_that_fails_is_one_sentence(tokenizer, template):
     tokenizer.chat_template = template
     with pytest.raises(BadInput, match="chat template fails: [^\n]+$"):
         encode(tokenizer, "3+4=")
+
+
+def test_a_chat_template_that_writes_nothing_leaves_no_prompts(tokenizer, capsys):
+    """Fault: an empty prompt is max() of an empty sequence."""
+    tokenizer.chat_template = "{{ '' }}"
+    rows = [{"question": "3+4=", "answer": "7"}]
+    assert common.add_prompts(rows, tokenizer, parse()) == []
+    assert "dropped 1 of 1 prompts, empty or longer than" in capsys.readouterr().out
 
 
 def test_42_the_instruction_follows_the_question(tokenizer):

@@ -233,6 +233,8 @@ DAMAGES = {
     "zeros for the weights": lambda folder: zeros(folder / "model.safetensors"),
     "half the optimizer": lambda folder: truncate(folder / "optimizer.pt"),
     "zeros for the optimizer": lambda folder: zeros(folder / "optimizer.pt"),
+    "zeros for the adapters": lambda folder: (
+        (folder / "adapters").mkdir(), (folder / "adapters/x.safetensors").write_bytes(bytes(99))),
     "half the sizes": lambda folder: truncate(folder / "whole.json"),
     "zeros for the settings": lambda folder: zeros(folder / "config.json"),
     "zeros for the tokenizer": lambda folder: zeros(folder / "tokenizer.json"),
@@ -501,9 +503,10 @@ def test_36_a_folder_with_checkpoints_is_another_run_even_without_metrics(copied
         run(data, copied, "--steps", 1)
 
 
-def test_34_an_edited_script_is_named(copied, data, capsys):
+@pytest.mark.parametrize("older", [b"# an older version\n", b"\xff"])
+def test_34_an_edited_script_is_named(copied, data, capsys, older):
     """Fault: the algorithm was edited between start and resume, and nobody is told."""
-    (copied / "grpo.py").write_text("# an older version\n")
+    (copied / "grpo.py").write_bytes(older)
     run(data, copied, "--steps", 3, "--resume")
     assert "grpo.py has been edited" in capsys.readouterr().out
     assert (copied / "grpo.py").read_bytes() == (ROOT / "grpo.py").read_bytes()
@@ -633,6 +636,16 @@ OTHERS = {
     "eval_samples-4": ["--eval_samples", 4],
     "eval_dataset-other-eval_samples-4": ["--eval_dataset", "other.jsonl", "--eval_samples", 4],
 }
+
+
+def test_59_a_long_path_makes_a_name_that_fits(copied, data, tmp_path):
+    """Fault: a whole evaluation is lost, since its file's name is too long."""
+    folder = tmp_path.joinpath("b" * 120, "b" * 120)
+    folder.mkdir(parents=True)
+    shutil.copy(Path(data, "test.jsonl"), folder / "other.jsonl")
+    other = ["--eval_dataset", folder / "other.jsonl", "--eval_problems", 1]
+    run(data, copied, "--steps", 0, "--resume", *other)
+    assert metrics(copied)[-1]["eval_dataset"].endswith("b_other-eval_problems-1")
 
 
 def test_59_another_evaluation_has_another_name(two_steps, copied, data, tmp_path, monkeypatch):
