@@ -1,7 +1,6 @@
 """analysis.py on the logs of runs: what is averaged, what is drawn, and what is refused."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
